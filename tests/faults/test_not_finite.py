@@ -84,7 +84,7 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
     assert "warnings non finite (step 2)" in " ".join(run.text().split())
 
 
-@pytest.mark.long  # the stop in SFT; its parts: system/training/test_fsdp_trainer.py, unit/run/test_health.py
+@pytest.mark.long  # the stop in SFT; its parts: system/training/test_no_step.py, unit/run/test_health.py
 def test_sft_tells_of_a_jump_and_stops_before_an_update_that_is_not_finite(tmp_path: Path) -> None:
     data = rows(tmp_path / "data.jsonl", *["1+2="] * 12, "1?2=", *["1+2="] * 9, answers={11: UNLIKELY})
     run = Run(

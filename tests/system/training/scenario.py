@@ -1,14 +1,16 @@
 """Shared parts of the trainer tests: a loss, sequences, a trainer in this process, plain loops to compare with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.config.trainer_schema import OptimizerSection
@@ -42,6 +44,7 @@ CONFIG = TrainerSettings(
     optimizer=OPTIMIZER, megatron=MEGATRON,
 )  # fmt: skip
 TOTAL_UPDATES = 10
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,98 +57,114 @@ class WeightedLoss:
     def __call__(self, batch: TokenBatch) -> LossOutput:
         terms = batch.columns["advantage"] * batch.log_probs + self.entropy * batch.entropy
         loss = -terms[batch.mask].sum()
-        highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
-        trained = torch.tensor(batch.sequence[batch.mask].unique().numel(), device=loss.device)
-        share = trained, torch.full_like(trained, batch.num_sequences)
-        means = {"train/loss": (loss.detach(), batch.mask.sum()), "train/share": share}
-        return LossOutput(loss, means, {"train/max_entropy": highest})
+        max_entropy = torch.where(batch.mask, batch.entropy, 0).max().detach()
+        num_trained = torch.tensor(batch.sequence[batch.mask].unique().numel(), device=loss.device)
+        means = {
+            "train/loss": (loss.detach(), batch.mask.sum()),
+            "train/share": (num_trained, torch.full_like(num_trained, batch.num_sequences)),
+        }
+        return LossOutput(loss, means, {"train/max_entropy": max_entropy})
 
     def normalizer(self, totals: Totals) -> float:
         return totals.tokens
 
 
 def whole_rollout_loss() -> PolicyLoss:
-    """GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
+    """Make GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
     run = load("grpo", None, ["grpo.loss={name: gspo, proximal: rollout, clip_low: 0.9, clip_high: 9}"]).settled
     return make_loss(run)
 
 
-def rollouts_of(data: list[TrainingSample]) -> list[TrainingSample]:
+def rollouts_of(samples: list[TrainingSample]) -> list[TrainingSample]:
     """Make rollouts of the sequences, every other one of two rows, with log-probs of a generator."""
-    rng = np.random.default_rng(len(data))
-    return [
-        replace(
-            one,
-            rollout=index // 3 * 2 + (index % 3 == 2),
-            columns={**one.columns, "rollout_log_prob": rng.normal(-4, 0.3, len(one)).astype(np.float32)},
-        )
-        for index, one in enumerate(data)
-    ]
+    rng = np.random.default_rng(len(samples))
+    rows = []
+    for index, sequence in enumerate(samples):
+        log_probs = rng.normal(-4, 0.3, len(sequence)).astype(np.float32)
+        columns = {**sequence.columns, "rollout_log_prob": log_probs}
+        rows.append(replace(sequence, rollout=index // 3 * 2 + (index % 3 == 2), columns=columns))
+    return rows
 
 
 def train_rollouts(
-    one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
+    trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
     """Make one update of `whole_rollout_loss`."""
-    rows = rollouts_of(data)
+    rows = rollouts_of(samples)
     index = rollout_index([row.rollout for row in rows])
     plan = plan_whole_rollouts([len(row) for row in rows], index, world, max_tokens)
-    mine = [[rows[row] for row in batch] for batch in plan[rank]]
+    micro_batches = [[rows[row] for row in batch] for batch in plan[rank]]
     counts = replace(totals(rows), rollouts=int(index.max()) + 1)
-    metrics: dict[str, float] = one.train(mine, whole_rollout_loss(), counts)
+    metrics: dict[str, float] = trainer.train(micro_batches, whole_rollout_loss(), counts)
     return metrics
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:
     """Make sequences of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
     rng = np.random.default_rng(seed)
-    made = []
+    samples = []
     for length in rng.integers(2, 21, count):
-        fields = {"advantage": rng.normal(size=length).astype(np.float32)}
+        columns = {"advantage": rng.normal(size=length).astype(np.float32)}
         mask = np.arange(length) >= rng.integers(1, length)
-        made.append(TrainingSample(rng.integers(1, vocab, length).astype(np.int32), mask, fields))
-    return made
+        samples.append(TrainingSample(rng.integers(1, vocab, length).astype(np.int32), mask, columns))
+    return samples
 
 
-def totals(data: list[TrainingSample]) -> Totals:
-    return Totals(tokens=int(sum(s.mask.sum() for s in data)), sequences=len(data), rollouts=len(data))
+def totals(samples: list[TrainingSample]) -> Totals:
+    num_tokens = sum(sequence.mask.sum() for sequence in samples)
+    return Totals(tokens=int(num_tokens), sequences=len(samples), rollouts=len(samples))
 
 
-def share(data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
-    plan = plan_micro_batches([len(s) for s in data], world, max_tokens)
-    return [[data[i] for i in batch] for batch in plan[rank]]
+def share(samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
+    """Deal the sequences out over ranks, and return one rank's micro-batches."""
+    plan = plan_micro_batches([len(sequence) for sequence in samples], world, max_tokens)
+    return [[samples[row] for row in batch] for batch in plan[rank]]
+
+
+def rows_of(micro_batches: Iterable[Iterable[T]]) -> list[T]:
+    """Return the rows of all micro-batches in one list."""
+    return list(chain.from_iterable(micro_batches))
+
+
+def tensors_of(log_probs: Iterable[Iterable[NDArray[np.float32]]]) -> list[Tensor]:
+    """Return the rows of all micro-batches as tensors, which `torch.load` reads back."""
+    return [torch.from_numpy(row) for row in rows_of(log_probs)]
 
 
 def train_in_parts(
-    one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
+    trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
     """Make one update in three parts, the last empty; between them engines may ask for the weights."""
     loss = WeightedLoss()
-    for part in (data[:2], data[2:]):
-        one.accumulate(share(part, max_tokens, rank, world), loss)
-        one.shards()
-    metrics: dict[str, float] = one.train([], loss, totals(data))
+    for part in (samples[:2], samples[2:]):
+        trainer.accumulate(share(part, max_tokens, rank, world), loss)
+        trainer.shards()
+    metrics: dict[str, float] = trainer.train([], loss, totals(samples))
     return metrics
 
 
-def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts. Returns
+def attempt_nan_updates(
+    trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
+) -> dict[str, Any]:
+    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts. Return
     the errors of the updates, and the weights before and after.
     """
-    loss, poisoned = make_loss(load("grpo", None, []).settled), []
-    for index, sequence in enumerate(data):
-        behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
-        poisoned.append(replace(sequence, columns={**sequence.columns, "rollout_log_prob": behaviour}))
-    mine, first, last = (share(part, max_tokens, rank, world) for part in (poisoned, poisoned[:2], poisoned[2:]))
-    seen: dict[str, Any] = {"before": weights(one), "said": []}
+    loss = make_loss(load("grpo", None, []).settled)
+    poisoned = []
+    for index, sequence in enumerate(samples):
+        log_probs = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
+        poisoned.append(replace(sequence, columns={**sequence.columns, "rollout_log_prob": log_probs}))
+    before = weights(trainer)
+    errors = []
     for in_parts in (False, True):
         if in_parts:
-            one.accumulate(first, loss)
+            trainer.accumulate(share(poisoned[:2], max_tokens, rank, world), loss)
+        last_part = poisoned[2:] if in_parts else poisoned
         try:
-            one.train(last if in_parts else mine, loss, totals(data))
+            trainer.train(share(last_part, max_tokens, rank, world), loss, totals(samples))
         except FloatingPointError as error:
-            seen["said"].append(str(error))
-    return seen | {"after": weights(one)}
+            errors.append(str(error))
+    return {"before": before, "errors": errors, "after": weights(trainer)}
 
 
 def run_ranks(function: Callable[[int, Path], None], folder: Path, count: int) -> None:
@@ -169,13 +188,15 @@ def open_trainer(
     adapter: Path | None = None,
     **options: Any,
 ) -> Iterator[Any]:
-    """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's.
+    """Open a trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's.
 
     reference: folder of that role's model, `model` unless given. adapter: folder of the adapters' first values.
     """
-    meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
+    meeting = folder / "meeting-shared"
+    if world == 1:
+        meeting = folder / f"meeting-{len(list(folder.glob('meeting*')))}"
     config = replace(CONFIG, adapters=adapters, **options)
-    one: Any = make_trainer(
+    trainer: Any = make_trainer(
         TrainerSpec(
             config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
             init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
@@ -184,70 +205,78 @@ def open_trainer(
         )
     )  # fmt: skip
     try:
-        yield one
+        yield trainer
     finally:
-        one.close()
+        trainer.close()
 
 
 def adapters_of(model: Path, rank: int = 4, dropout: float = 0.0, targets: str | list[str] = "all") -> AdapterSpec:
-    """Adapters of a model, scaled by 2."""
+    """Choose the adapters of a model, scaled by 2."""
     chosen, problems = choose_targets(load_facts(model).sizes.linears, targets)
     assert not problems
     return AdapterSpec(rank, alpha=2.0 * rank, rslora=False, dropout=dropout, targets=chosen)
 
 
-def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingSample], **options: Any) -> None:
+def assert_compiled_trains_alike(model: Path, folder: Path, samples: list[TrainingSample], **options: Any) -> None:
     """Train compiled and not: micro-batches of many shapes, as a run has them, passes without a gradient between."""
-    results, loss = [], WeightedLoss()
-    for on in (False, True):
-        own = folder / f"compiled-{on}"
-        own.mkdir(exist_ok=True)
+    log_probs: list[list[NDArray[np.float32]]] = []
+    metrics = []
+    exported = []
+    for is_compiled in (False, True):
+        meeting_folder = folder / f"compiled-{is_compiled}"
+        meeting_folder.mkdir(exist_ok=True)
         with (
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-            open_trainer(model, own, compile=on, **options) as one,
+            open_trainer(model, meeting_folder, compile=is_compiled, **options) as trainer,
         ):
-            log_probs = [one.log_probs(share(data, most)) for most in (30, 64)]
-            metrics = [one.train(share(data, most), loss, totals(data)) for most in (20, 45, 64)]
-            results.append((log_probs, metrics, weights(one)))
-    for one, other in zip(*[[row for part in found[0] for batch in part for row in batch] for found in results]):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    for one, other in zip(results[0][1], results[1][1]):
-        assert_close(one, other, atol=1e-5)
-    assert_close(results[0][2], results[1][2], atol=1e-5)
+            passes = [trainer.log_probs(share(samples, max_tokens)) for max_tokens in (30, 64)]
+            log_probs.append(rows_of(chain.from_iterable(passes)))
+            updates = (share(samples, max_tokens) for max_tokens in (20, 45, 64))
+            metrics.append([trainer.train(micro_batches, WeightedLoss(), totals(samples)) for micro_batches in updates])
+            exported.append(weights(trainer))
+    for eager_row, compiled_row in zip(*log_probs):
+        np.testing.assert_allclose(eager_row, compiled_row, atol=1e-5)
+    for eager_metrics, compiled_metrics in zip(*metrics):
+        assert_close(eager_metrics, compiled_metrics, atol=1e-5)
+    assert_close(exported[0], exported[1], atol=1e-5)
 
 
-def weights(one: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.export()}
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.export()}
 
 
 def plain_log_probs(lm: Any, sequence: TrainingSample) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy [T - 1] of tokens 1.. of one sequence, from transformers' own logits."""
+    """Return log-probs and entropies [T - 1] of tokens 1.. of one sequence, from transformers' own logits."""
     tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
     log_p = (lm(tokens[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
     return log_p.gather(1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def plain_loss(lm: Any, data: list[TrainingSample]) -> Tensor:
-    """WeightedLoss, one sequence at a time."""
+def plain_loss(lm: Any, samples: list[TrainingSample]) -> Tensor:
+    """Compute WeightedLoss one sequence at a time."""
     loss = torch.zeros(())
-    for sequence in data:
+    for sequence in samples:
         log_probs, entropy = plain_log_probs(lm, sequence)
         advantage = torch.from_numpy(sequence.columns["advantage"][1:])
         mask = torch.from_numpy(sequence.mask[1:])
         loss = loss - (advantage * log_probs + 0.1 * entropy)[mask].sum()
-    return loss / totals(data).tokens
+    return loss / totals(samples).tokens
 
 
 def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> None:
     """Assert that values are equal by name within `atol`, relative for values above 1."""
     assert got.keys() == expected.keys()
-    for name, value in expected.items():
+    for name in expected:
         torch.testing.assert_close(
-            torch.as_tensor(got[name]), torch.as_tensor(value), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            torch.as_tensor(got[name]),
+            torch.as_tensor(expected[name]),
+            atol=atol,
+            rtol=atol,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
-def assert_refused(seen: dict[str, Any]) -> None:
-    """Assert that both updates were refused for their loss alone, and no bit of the weights changed."""
-    assert seen["said"] == ["the loss is nan; the weights were left as they were"] * 2
-    assert_close(seen["after"], seen["before"], atol=0)
+def assert_refused(results: dict[str, Any]) -> None:
+    """Assert that both NaN updates were refused for their loss alone, and no bit of the weights changed."""
+    assert results["errors"] == ["the loss is nan; the weights were left as they were"] * 2
+    assert_close(results["after"], results["before"], atol=0)

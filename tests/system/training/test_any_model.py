@@ -53,43 +53,53 @@ PROVEN = [kind for kind in FAMILIES if kind in ZOO and ZOO[kind].shows and not Z
 CASES = [pytest.param(kind, marks=pytest.mark.long) if kind in PROVEN else kind for kind in FAMILIES]
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> None:
+def compute_with_transformers(folder: Path) -> list[np.ndarray]:
+    """Return the log-probs of DATA by transformers alone. No trainer of this process may have patched it yet."""
     from transformers import AutoModelForCausalLM
 
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
+
+
+def assert_log_probs(trainer: Any, expected: list[np.ndarray]) -> None:
+    """Assert that the trainer's log-probs of DATA are the expected ones."""
+    for row, expected_row in zip(trainer.log_probs([DATA])[0], expected, strict=True):
+        np.testing.assert_allclose(row[1:], expected_row, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_it_trains_as_transformers_computes_it(kind: str, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", kind, more=FAMILIES[kind], scale=2.0)
     source = WeightFiles(folder)
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
-    with open_trainer(folder, tmp_path) as one:
-        for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
-            np.testing.assert_allclose(got[1:], want, atol=2e-5)
-        one.export_folder(tmp_path / "out", "float32")
+    expected = compute_with_transformers(folder)
+    with open_trainer(folder, tmp_path) as trainer:
+        assert_log_probs(trainer, expected)
+        trainer.export_folder(tmp_path / "out", "float32")
         out = WeightFiles(tmp_path / "out")
         assert sorted(out.names()) == sorted(source.names())
         assert all(torch.equal(out.tensor(name), source.tensor(name)) for name in source.names())
-        shards = one.shards()
-        RefitPlan.build(one.layout(), [[shard.box for shard in shards]])
+        shards = trainer.shards()
+        RefitPlan.build(trainer.layout(), [[shard.box for shard in shards]])
         assert all(torch.equal(shard.tensor, source.tensor(shard.name)) for shard in shards)
-        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+        assert trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
 
 
 def test_a_state_that_passes_on_to_the_next_sequence_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.falcon_h1 import modeling_falcon_h1 as home
+    from transformers.models.falcon_h1 import modeling_falcon_h1 as modeling
 
-    def leaking(name: str) -> Any:
-        plain = inspect.unwrap(getattr(home, name))
+    def make_leaking(name: str) -> Any:
+        kernel = inspect.unwrap(getattr(modeling, name))
 
         def leak(*args: Any, **keywords: Any) -> Any:
-            return plain(*args, **keywords)
+            return kernel(*args, **keywords)
 
         leak.restarts = True
         return leak
 
     for name in ("causal_conv1d_fn", "mamba2_chunk_scan"):
-        monkeypatch.setattr(home, name, leaking(name))
+        monkeypatch.setattr(modeling, name, make_leaking(name))
     folder = make_model(tmp_path / "model", "falcon_h1", more=FAMILIES["falcon_h1"], scale=2.0)
     with (
         pytest.raises(ModelError, match="a state passes from one sequence to the next"),
@@ -98,8 +108,8 @@ def test_a_state_that_passes_on_to_the_next_sequence_is_refused(
         pass
 
 
-def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
-    """Write a copy of a folder whose tensors are changed."""
+def rewrite_folder(source: Path, folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """Write a copy of a model folder whose tensors are changed."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
     save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
@@ -109,23 +119,28 @@ def rewritten(source: Path, folder: Path, change: Callable[[str, torch.Tensor], 
 def test_a_parameter_that_transformers_keeps_in_float32_is_computed_in_it(tmp_path: Path) -> None:
     """Gates change by less than bfloat16 has digits for: only float32 sees the difference."""
 
-    def gates(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        return lambda name, x: x.bfloat16().float() * factor if name.endswith("gate.weight") else x
+    def scale_gates(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        return lambda name, tensor: tensor.bfloat16().float() * factor if name.endswith("gate.weight") else tensor
 
-    made = make_family(tmp_path / "made", "ernie4_5_moe")
-    folders = [rewritten(made, tmp_path / str(index), gates(factor)) for index, factor in enumerate((1, 1 + 2**-9.2))]
-    first, second = (load_file(folder / "model.safetensors") for folder in folders)
-    assert all(torch.equal(first[name].bfloat16(), second[name].bfloat16()) for name in first)
-    found = []
-    for folder in folders:
-        with open_trainer(folder, tmp_path, dtype="bfloat16", reference=folders[1]) as one:
-            found += [np.concatenate(one.log_probs([DATA], role)[0]) for role in ("policy", "reference")]
-            kinds = {kind for name, _, kind in one.layout("bfloat16") if name.endswith("gate.weight")}
-            assert kinds == {"float32"}
-            assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
-    assert np.abs(found[0] - found[2]).max() > 0
-    np.testing.assert_array_equal(found[1], found[2])
-    np.testing.assert_array_equal(found[3], found[2])
+    original = make_family(tmp_path / "original", "ernie4_5_moe")
+    rounded = rewrite_folder(original, tmp_path / "rounded", scale_gates(1))
+    larger = rewrite_folder(original, tmp_path / "larger", scale_gates(1 + 2**-9.2))
+    rounded_tensors = load_file(rounded / "model.safetensors")
+    larger_tensors = load_file(larger / "model.safetensors")
+    for name, tensor in rounded_tensors.items():
+        assert torch.equal(tensor.bfloat16(), larger_tensors[name].bfloat16())
+    log_probs: dict[tuple[Path, str], np.ndarray] = {}
+    for folder in (rounded, larger):
+        with open_trainer(folder, tmp_path, dtype="bfloat16", reference=larger) as trainer:
+            for role in ("policy", "reference"):
+                log_probs[folder, role] = np.concatenate(trainer.log_probs([DATA], role)[0])
+            dtypes = {dtype for name, _, dtype in trainer.layout("bfloat16") if name.endswith("gate.weight")}
+            assert dtypes == {"float32"}
+            assert trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+    of_larger = log_probs[larger, "policy"]
+    assert np.abs(log_probs[rounded, "policy"] - of_larger).max() > 0
+    np.testing.assert_array_equal(log_probs[rounded, "reference"], of_larger)
+    np.testing.assert_array_equal(log_probs[larger, "reference"], of_larger)
 
 
 def test_a_float32_parameter_beside_others_in_its_module_needs_a_rank_that_shares_no_weights(
@@ -136,36 +151,42 @@ def test_a_float32_parameter_beside_others_in_its_module_needs_a_rank_that_share
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(GptOssPreTrainedModel, "_keep_in_fp32_modules_strict", ["sinks"], raising=False)
     folder = make_model(tmp_path / "model", "gpt_oss", more=FAMILIES["gpt_oss"])
-    with open_trainer(folder, tmp_path, dtype="bfloat16") as one:
-        one.train([DATA], WeightedLoss(), totals(DATA))
-        lm, facts = one._policy.lm, one._facts
-    what = r"keeps model.layers.0.self_attn.sinks in float32, beside others .* needed: trainer.dtype=float32"
-    nowhere: Any = None
-    with pytest.raises(ModelError, match=what):
-        shard_float32(lm.model.layers[0], "model.layers.0.", facts, nowhere, MixedPrecisionPolicy(torch.bfloat16))
+    with open_trainer(folder, tmp_path, dtype="bfloat16") as trainer:
+        trainer.train([DATA], WeightedLoss(), totals(DATA))
+        layer = trainer._policy.lm.model.layers[0]
+        facts = trainer._facts
+    message = r"keeps model.layers.0.self_attn.sinks in float32, beside others .* needed: trainer.dtype=float32"
+    no_mesh: Any = None
+    with pytest.raises(ModelError, match=message):
+        shard_float32(layer, "model.layers.0.", facts, no_mesh, MixedPrecisionPolicy(torch.bfloat16))
 
 
 def test_tensors_that_a_folder_has_in_float32_beside_bfloat16_are_sent_so(tmp_path: Path) -> None:
-    made = make_model(tmp_path / "made", "llama")
-    exact = "model.norm.weight"
-    folder = rewritten(made, tmp_path / "mixed", lambda name, x: x if name == exact else x.bfloat16())
-    with open_trainer(folder, tmp_path) as one:
-        assert {name for name, _, kind in one.layout("bfloat16") if kind == "float32"} == {exact}
-    with open_trainer(made, tmp_path) as one:
-        assert {kind for _, _, kind in one.layout("bfloat16")} == {"bfloat16"}
+    float32_folder = make_model(tmp_path / "float32", "llama")
+    float32_name = "model.norm.weight"
+    mixed_folder = rewrite_folder(
+        float32_folder,
+        tmp_path / "mixed",
+        lambda name, tensor: tensor if name == float32_name else tensor.bfloat16(),
+    )
+    with open_trainer(mixed_folder, tmp_path) as trainer:
+        assert {name for name, _, dtype in trainer.layout("bfloat16") if dtype == "float32"} == {float32_name}
+    with open_trainer(float32_folder, tmp_path) as trainer:
+        assert {dtype for _, _, dtype in trainer.layout("bfloat16")} == {"bfloat16"}
 
 
 def test_megatron_trains_its_four_and_says_so(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "mistral")
     sizes = derive_facts(folder).sizes
-    what = "megatron trains llama, qwen2, qwen3, qwen3_moe, not mistral; use trainer.backend=fsdp"
-    checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
-    found = {name: [each.message for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
-    assert found == {"fsdp": [], "megatron": [what]}
+    fsdp = replace(CONFIG, backend="fsdp")
+    assert list(backend_of(fsdp).check_model(fsdp, sizes)) == []
+    megatron = replace(CONFIG, backend="megatron")
+    messages = [problem.message for problem in backend_of(megatron).check_model(megatron, sizes)]
+    assert messages == ["megatron trains llama, qwen2, qwen3, qwen3_moe, not mistral; use trainer.backend=fsdp"]
 
 
 def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(tmp_path: Path) -> None:
-    """It has a parameter, a scale of attention and logits that no file of the product knows."""
+    """The class has a parameter, a scale of attention and a scale of logits that no file of the product knows."""
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -193,10 +214,8 @@ def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(t
     facts = derive_facts(folder)
     assert (facts.causal_lm, facts.kinds.logits.scale) == ("LaterForCausalLM", 0.5)
     assert {round(kind.scale, 6) for kind in facts.kinds.attention} == {0.3}
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
-    with open_trainer(folder, tmp_path) as one:
-        for got, want in zip(one.log_probs([DATA])[0], expected, strict=True):
-            np.testing.assert_allclose(got[1:], want, atol=2e-5)
-        assert "model.final_bias" in {name for name, _, _ in one.layout()}
-        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+    expected = compute_with_transformers(folder)
+    with open_trainer(folder, tmp_path) as trainer:
+        assert_log_probs(trainer, expected)
+        assert "model.final_bias" in {name for name, _, _ in trainer.layout()}
+        assert trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ RECOMPUTE = {"activation_checkpointing": True}
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before() -> None:
+def reset_compiler() -> None:
     torch.compiler.reset()
 
 
-def variants(function: Callable[..., Any]) -> int:
+def count_variants(function: Callable[..., Any]) -> int:
     """Count the graphs of a function."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -54,8 +55,9 @@ def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_pat
 
 def train_on_two_ranks(rank: int, folder: Path) -> None:
     """Be one of two tensor ranks."""
-    layout = {"backend": "megatron", "num_ranks": 2, "megatron": replace(MEGATRON, tensor_model_parallel_size=2)}
-    assert_compiled_trains_alike(folder / "qwen3", folder, DATA, rank=rank, world=2, **layout)
+    section = replace(MEGATRON, tensor_model_parallel_size=2)
+    settings = {"backend": "megatron", "num_ranks": 2, "megatron": section}
+    assert_compiled_trains_alike(folder / "qwen3", folder, DATA, rank=rank, world=2, **settings)
 
 
 @pytest.mark.long  # a minute
@@ -65,24 +67,24 @@ def test_compiled_parts_of_two_tensor_ranks_train_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # over a minute each
-@pytest.mark.parametrize(("wide", "options"), [(False, {}), (False, RECOMPUTE), (True, {})])
-def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("has_float32_residual", "options"), [(False, {}), (False, RECOMPUTE), (True, {})])
+def test_packs_of_other_sizes_are_compiled_for_once(
+    has_float32_residual: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
     from rlctl.training.megatron.attention import rotate_pair
     from rlctl.training.megatron.model import rms_norm
 
-    def work(most: int) -> None:
-        one.log_probs(share(DATA, most))
-        one.train([*share(DATA, most), []], LOSS, totals(DATA))
+    def train(max_tokens: int) -> None:
+        trainer.log_probs(share(DATA, max_tokens))
+        trainer.train([*share(DATA, max_tokens), []], LOSS, totals(DATA))
 
-    def graphs(most: int) -> int:
-        return new_graphs(lambda: work(most))
-
-    make_model(tmp_path / "qwen3", "qwen3")
-    options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=wide)}
-    dtype = "bfloat16" if wide else "float32"
-    with open_trainer(tmp_path / "qwen3", tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as one:
-        graphs(64)
+    model = make_model(tmp_path / "qwen3", "qwen3")
+    options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=has_float32_residual)}
+    dtype = "bfloat16" if has_float32_residual else "float32"
+    with open_trainer(model, tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as trainer:
+        train(64)
         # Norms of hidden states and of heads, with gradient and without.
-        assert variants(rms_norm) >= 4
-        assert variants(rotate_pair) >= 2
-        assert [graphs(most) for most in (20, 45, 64)] == [0, 0, 0]
+        assert count_variants(rms_norm) >= 4
+        assert count_variants(rotate_pair) >= 2
+        for max_tokens in (20, 45, 64):
+            assert new_graphs(partial(train, max_tokens)) == 0

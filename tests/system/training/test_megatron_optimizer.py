@@ -41,8 +41,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def train(one: Any, updates: int) -> list[dict[str, float]]:
-    return [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(updates)]
+def train(trainer: Any, updates: int) -> list[dict[str, float]]:
+    return [trainer.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(updates)]
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,19 @@ def train(one: Any, updates: int) -> list[dict[str, float]]:
     ids=["whole", "overlapped", "half"],
 )
 def test_an_optimizer_on_the_host_makes_the_same_updates(section: Any, model: Path, tmp_path: Path) -> None:
-    results = []
-    for own in (MEGATRON, section):
-        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=own) as one:
-            results.append((train(one, 3), weights(one)))
-    assert_close(results[0][0][-1], results[1][0][-1], atol=1e-6)
-    assert_close(results[0][1], results[1][1], atol=0)
+    metrics = []
+    trained_weights = []
+    for megatron in (MEGATRON, section):
+        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=megatron) as trainer:
+            metrics.append(train(trainer, 3))
+            trained_weights.append(weights(trainer))
+    assert_close(metrics[0][-1], metrics[1][-1], atol=1e-6)
+    assert_close(trained_weights[0], trained_weights[1], atol=0)
 
 
 def test_float32_and_an_optimizer_on_the_host_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
-    refused = pytest.raises(ValueError, match=r"optimizer_cpu_offload needs trainer.dtype=bfloat16")
-    with refused, open_trainer(model, tmp_path, backend="megatron", megatron=HOST):
+    refusal = pytest.raises(ValueError, match=r"optimizer_cpu_offload needs trainer.dtype=bfloat16")
+    with refusal, open_trainer(model, tmp_path, backend="megatron", megatron=HOST):
         pass
 
 
@@ -72,29 +74,34 @@ def test_a_run_goes_on_bit_by_bit_after_save_and_load(section: Any, model: Path,
     Megatron's own loading shares one step count among all parameters, so that an update moves it many times.
     """
     options = {"backend": "megatron", "dtype": "bfloat16", "megatron": section}
-    with open_trainer(model, tmp_path, **options) as one:
-        train(one, 2)
-        one.save(tmp_path / "state")
-        expected = train(one, 2), weights(one)
-    with open_trainer(model, tmp_path, **options) as one:
-        one.load(tmp_path / "state")
-        assert (train(one, 2), True) == (expected[0], True)
-        assert_close(weights(one), expected[1], atol=0)
+    with open_trainer(model, tmp_path, **options) as trainer:
+        train(trainer, 2)
+        trainer.save(tmp_path / "state")
+        expected_metrics = train(trainer, 2)
+        expected_weights = weights(trainer)
+    with open_trainer(model, tmp_path, **options) as trainer:
+        trainer.load(tmp_path / "state")
+        assert train(trainer, 2) == expected_metrics
+        assert_close(weights(trainer), expected_weights, atol=0)
 
 
 @pytest.mark.parametrize("section", [MEGATRON, HOST], ids=["device", "host"])
-@pytest.mark.parametrize("before", [0, 1])
-def test_warming_up_leaves_every_bit_as_it_was(section: Any, before: int, model: Path, tmp_path: Path) -> None:
-    results = []
-    for warm in (False, True):
-        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=section) as one:
-            train(one, before)
-            if warm:
-                one.warm_up(share(DATA, 64), LOSS)
-            results.append((train(one, 2), weights(one), torch.get_rng_state()))
-    assert results[0][0] == results[1][0]
-    assert_close(results[0][1], results[1][1], atol=0)
-    assert torch.equal(results[0][2], results[1][2])
+@pytest.mark.parametrize("updates_before", [0, 1])
+def test_warming_up_leaves_every_bit_as_it_was(section: Any, updates_before: int, model: Path, tmp_path: Path) -> None:
+    metrics = []
+    trained_weights = []
+    random_states = []
+    for is_warmed in (False, True):
+        with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=section) as trainer:
+            train(trainer, updates_before)
+            if is_warmed:
+                trainer.warm_up(share(DATA, 64), LOSS)
+            metrics.append(train(trainer, 2))
+            trained_weights.append(weights(trainer))
+            random_states.append(torch.get_rng_state())
+    assert metrics[0] == metrics[1]
+    assert_close(trained_weights[0], trained_weights[1], atol=0)
+    assert torch.equal(random_states[0], random_states[1])
 
 
 def test_the_emulation_of_a_gpu_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
@@ -110,19 +117,20 @@ def test_a_float32_folder_is_not_rounded_and_a_float32_export_gives_it_back(mode
     """Weights of bfloat16 are the rounded ones; those that are updated, saved and exported in float32 are not."""
     from safetensors.torch import load_file
 
-    with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as one:
-        one.export_folder(tmp_path / "wide", "float32")
-        one.export_folder(tmp_path / "own")
-    source, wide, own = (
-        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "wide", tmp_path / "own")
-    )
-    assert_close(wide, {name: source[name] for name in wide}, atol=0)
-    assert_close(own, {name: source[name].bfloat16() for name in own}, atol=0)
+    with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as trainer:
+        trainer.export_folder(tmp_path / "float32", "float32")
+        trainer.export_folder(tmp_path / "bfloat16")
+    source = load_file(model / "model.safetensors")
+    float32_export = load_file(tmp_path / "float32/model.safetensors")
+    assert_close(float32_export, {name: source[name] for name in float32_export}, atol=0)
+    bfloat16_export = load_file(tmp_path / "bfloat16/model.safetensors")
+    assert_close(bfloat16_export, {name: source[name].bfloat16() for name in bfloat16_export}, atol=0)
 
 
 def test_a_state_that_is_not_there_is_an_ordinary_error(model: Path, tmp_path: Path) -> None:
-    make_model(tmp_path / "other", "llama")
-    with open_trainer(model, tmp_path, backend="megatron") as one:
-        one.save(tmp_path / "state")
-    with open_trainer(tmp_path / "other", tmp_path, backend="megatron") as one, pytest.raises(OSError, match="lm_head"):
-        one.load(tmp_path / "state")
+    llama = make_model(tmp_path / "llama", "llama")
+    refusal = pytest.raises(OSError, match="lm_head")
+    with open_trainer(model, tmp_path, backend="megatron") as trainer:
+        trainer.save(tmp_path / "state")
+    with open_trainer(llama, tmp_path, backend="megatron") as trainer, refusal:
+        trainer.load(tmp_path / "state")

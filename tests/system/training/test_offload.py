@@ -15,11 +15,9 @@ from tests.tiny_models import make_model
 
 DATA = sequences()
 LOSS = WeightedLoss()
-OPTIONS = [
-    {"offload_optimizer_for_logprob": True},
-    {"offload_optimizer_for_generation": True},
-    {"offload_optimizer_for_logprob": True, "offload_optimizer_for_generation": True},
-]
+FOR_LOGPROB = {"offload_optimizer_for_logprob": True}
+FOR_GENERATION = {"offload_optimizer_for_generation": True}
+OPTIONS = [FOR_LOGPROB, FOR_GENERATION, FOR_LOGPROB | FOR_GENERATION]
 
 
 @pytest.fixture(scope="module")
@@ -28,100 +26,105 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU tensors move as those of a device do: into the host buffer, their own memory freed."""
+def move_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move CPU tensors as those of a device move: into the host buffer, their own memory freed."""
     monkeypatch.setattr(offload, "_select_movable", list)
 
 
-def steps(one: FsdpTrainer, count: int) -> list[Any]:
-    """Steps as a run on shared devices has them: log-probs of policy and reference, an update, room for engines."""
-    found: list[Any] = []
+def run_steps(trainer: FsdpTrainer, count: int) -> list[Any]:
+    """Make steps as a run on shared devices has them: log-probs of policy and reference, an update, room for engines.
+
+    Return all log-probs and metrics.
+    """
+    outputs: list[Any] = []
     for _ in range(count):
-        found.append(one.log_probs(share(DATA, 64)))
-        found.append(one.log_probs(share(DATA, 64), "reference"))
-        made = one.train(share(DATA, 45), LOSS, totals(DATA))
+        outputs.append(trainer.log_probs(share(DATA, 64)))
+        outputs.append(trainer.log_probs(share(DATA, 64), "reference"))
+        metrics = trainer.train(share(DATA, 45), LOSS, totals(DATA))
         # Bytes and seconds of the moves themselves differ.
-        found.append({name: value for name, value in made.items() if not name.startswith("offload/")})
-        one.rest()
-        one.shards()
-    return found
+        outputs.append({name: metric for name, metric in metrics.items() if not name.startswith("offload/")})
+        trainer.rest()
+        trainer.shards()
+    return outputs
 
 
-def same(one: Any, other: Any) -> None:
-    np.testing.assert_equal(one, other)
-
-
-@pytest.mark.usefixtures("moves")
+@pytest.mark.usefixtures("move_cpu_tensors")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_three_steps_and_a_checkpoint_have_the_same_bits(model: Path, options: dict[str, bool], tmp_path: Path) -> None:
-    found = []
-    for own in ({}, options):
-        folder = tmp_path / f"state-{len(own)}"
-        with open_trainer(model, tmp_path, **own) as one:
-            first = steps(one, 2)
-            one.save(folder)
-            found.append((first, steps(one, 1), weights(one)))
-            moved = one.memory()["moved_to_device"], one.memory()["moved_to_host"]
-        assert all(moved) if own else not any(moved)
-        with open_trainer(model, tmp_path, **own) as one:
-            one.load(folder)
-            same(steps(one, 1), found[-1][1])
-    same(found[0][:2], found[1][:2])
-    assert_close(found[0][2], found[1][2], atol=0)
-    states = [load_file(next((tmp_path / f"state-{len(own)}").glob("*.safetensors"))) for own in ({}, options)]
+    outputs = []
+    trained_weights = []
+    states = []
+    for trainer_options in ({}, options):
+        state_folder = tmp_path / f"state-{len(trainer_options)}"
+        with open_trainer(model, tmp_path, **trainer_options) as trainer:
+            first_outputs = run_steps(trainer, 2)
+            trainer.save(state_folder)
+            last_outputs = run_steps(trainer, 1)
+            outputs.append([*first_outputs, *last_outputs])
+            trained_weights.append(weights(trainer))
+            moved = bytes_moved(trainer)
+        assert all(moved) if trainer_options else not any(moved)
+        with open_trainer(model, tmp_path, **trainer_options) as trainer:
+            trainer.load(state_folder)
+            np.testing.assert_equal(run_steps(trainer, 1), last_outputs)
+        states.append(load_file(next(state_folder.glob("*.safetensors"))))
+    np.testing.assert_equal(outputs[0], outputs[1])
+    assert_close(trained_weights[0], trained_weights[1], atol=0)
     assert_close(states[0], states[1], atol=0)
 
 
-@pytest.mark.usefixtures("moves")
+@pytest.mark.usefixtures("move_cpu_tensors")
 def test_each_phase_moves_eight_bytes_a_parameter_at_most_once(model: Path, tmp_path: Path) -> None:
-    both = {"offload_optimizer_for_logprob": True, "offload_optimizer_for_generation": True}
-    with open_trainer(model, tmp_path, offload_optimizer_for_logprob=True) as one:
-        size = 8 * one.info()["parameters"]
-        moved = [_moved(one)]
-        one.log_probs([DATA])
-        one.log_probs([DATA], "reference")
-        moved.append(_moved(one))
-        one.train([DATA], LOSS, totals(DATA))
-        one.train([DATA], LOSS, totals(DATA))
-        moved.append(_moved(one))
-        one.rest()
-        one.shards()
-        one.save(tmp_path / "one")
-        moved.append(_moved(one))
+    with open_trainer(model, tmp_path, **FOR_LOGPROB) as trainer:
+        size = 8 * trainer.info()["parameters"]
+        moved = [bytes_moved(trainer)]
+        trainer.log_probs([DATA])
+        trainer.log_probs([DATA], "reference")
+        moved.append(bytes_moved(trainer))
+        trainer.train([DATA], LOSS, totals(DATA))
+        trainer.train([DATA], LOSS, totals(DATA))
+        moved.append(bytes_moved(trainer))
+        trainer.rest()
+        trainer.shards()
+        trainer.save(tmp_path / "one")
+        moved.append(bytes_moved(trainer))
     assert moved == [(0, 0), (size, 0), (size, size), (size, size)]
-    with open_trainer(model, tmp_path, **both) as one:
-        moved = [_moved(one)]
-        one.log_probs([DATA])
-        moved.append(_moved(one))
-        one.train([DATA], LOSS, totals(DATA))
-        moved.append(_moved(one))
-        one.rest()
-        one.shards()
-        one.save(tmp_path / "two")
-        moved.append(_moved(one))
+    with open_trainer(model, tmp_path, **FOR_LOGPROB, **FOR_GENERATION) as trainer:
+        moved = [bytes_moved(trainer)]
+        trainer.log_probs([DATA])
+        moved.append(bytes_moved(trainer))
+        trainer.train([DATA], LOSS, totals(DATA))
+        moved.append(bytes_moved(trainer))
+        trainer.rest()
+        trainer.shards()
+        trainer.save(tmp_path / "two")
+        moved.append(bytes_moved(trainer))
     assert moved == [(size, 0), (size, 0), (size, size), (2 * size, size)]
 
 
-@pytest.mark.usefixtures("moves")
+@pytest.mark.usefixtures("move_cpu_tensors")
 def test_a_warm_up_with_its_state_away_changes_no_bit(model: Path, tmp_path: Path) -> None:
-    found = []
-    for warm in (False, True):
-        with open_trainer(model, tmp_path, **OPTIONS[1]) as one:
-            if warm:
-                one.warm_up(share(DATA[:5], 20), LOSS)
-                one.rest()
-            found.append((steps(one, 1), weights(one)))
-    same(found[0][0], found[1][0])
-    assert_close(found[0][1], found[1][1], atol=0)
+    outputs = []
+    trained_weights = []
+    for is_warmed in (False, True):
+        with open_trainer(model, tmp_path, **FOR_GENERATION) as trainer:
+            if is_warmed:
+                trainer.warm_up(share(DATA[:5], 20), LOSS)
+                trainer.rest()
+            outputs.append(run_steps(trainer, 1))
+            trained_weights.append(weights(trainer))
+    np.testing.assert_equal(outputs[0], outputs[1])
+    assert_close(trained_weights[0], trained_weights[1], atol=0)
 
 
 def test_on_a_cpu_nothing_moves(model: Path, tmp_path: Path) -> None:
-    with open_trainer(model, tmp_path, **OPTIONS[2]) as one:
-        steps(one, 1)
-        assert _moved(one) == (0, 0)
-        assert all(torch.isfinite(t).all() for t in weights(one).values())
+    with open_trainer(model, tmp_path, **FOR_LOGPROB, **FOR_GENERATION) as trainer:
+        run_steps(trainer, 1)
+        assert bytes_moved(trainer) == (0, 0)
+        assert all(torch.isfinite(tensor).all() for tensor in weights(trainer).values())
 
 
-def _moved(one: FsdpTrainer) -> tuple[int, int]:
-    memory = one.memory()
+def bytes_moved(trainer: FsdpTrainer) -> tuple[int, int]:
+    """Return the number of bytes that were moved to the host and to the device."""
+    memory = trainer.memory()
     return int(memory["moved_to_host"]), int(memory["moved_to_device"])

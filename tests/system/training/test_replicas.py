@@ -12,49 +12,54 @@ from tests.system.training.scenario import (
     WeightedLoss,
     assert_close,
     assert_refused,
+    attempt_nan_updates,
     open_trainer,
-    refused,
     run_ranks,
     sequences,
     share,
+    tensors_of,
     totals,
     train_in_parts,
     weights,
 )
 from tests.tiny_models import make_model
 
-RANKS, REPLICAS = 4, 2
+RANKS = 4
+REPLICAS = 2
 # Rank 3 has fewer sequences than the others, so that its last micro-batches are empty.
 DATA = sequences(9, seed=4)
 LOSS = WeightedLoss()
 
 
-def four_ranks(rank: int, folder: Path) -> None:
-    with open_trainer(folder / "model", folder / "group", rank, RANKS, replicas=REPLICAS) as one:
-        mine = share(DATA, 24, rank, RANKS)
-        seen: dict[str, Any] = {"trained": [one.train(mine, LOSS, totals(DATA))]}
-        seen["trained"].append(train_in_parts(one, DATA, 24, rank, RANKS))
-        seen["weights"] = weights(one)
+def train_on_four_ranks(rank: int, folder: Path) -> None:
+    """Be one of four ranks, and write the rank's results."""
+    with open_trainer(folder / "model", folder / "group", rank, RANKS, replicas=REPLICAS) as trainer:
+        micro_batches = share(DATA, 24, rank, RANKS)
+        results: dict[str, Any] = {"trained": [trainer.train(micro_batches, LOSS, totals(DATA))]}
+        results["trained"].append(train_in_parts(trainer, DATA, 24, rank, RANKS))
+        results["weights"] = weights(trainer)
         # (name, start, shape) and values of the rows that the rank would send.
-        shards = one.shards()
-        seen["boxes"] = [(each.name, tuple(each.start), tuple(each.tensor.shape)) for each in shards]
-        seen["sent"] = [each.tensor.clone() for each in shards]
-        one.save(folder / "state")
-        one.export_folder(folder / "exported")
-        seen["log_probs"] = [torch.from_numpy(x) for batch in one.log_probs(mine, "reference") for x in batch]
-        seen["refused"] = refused(one, DATA, 24, rank, RANKS)
-        seen["next"] = one.train([DATA] if rank == 3 else [[]], LOSS, totals(DATA))
-        torch.save(seen, folder / f"rank-{rank}.pt")
+        shards = trainer.shards()
+        results["boxes"] = [(shard.name, tuple(shard.start), tuple(shard.tensor.shape)) for shard in shards]
+        results["sent"] = [shard.tensor.clone() for shard in shards]
+        trainer.save(folder / "state")
+        trainer.export_folder(folder / "exported")
+        results["log_probs"] = tensors_of(trainer.log_probs(micro_batches, "reference"))
+        results["refused"] = attempt_nan_updates(trainer, DATA, 24, rank, RANKS)
+        results["next"] = trainer.train([DATA] if rank == 3 else [[]], LOSS, totals(DATA))
+        torch.save(results, folder / f"rank-{rank}.pt")
 
 
-def two_ranks(rank: int, folder: Path) -> None:
+def continue_on_two_ranks(rank: int, folder: Path) -> None:
     """Go on with the state of four ranks: as two replicas of one rank, and as one of two."""
     for replicas in (1, 2):
-        (folder / f"of-{replicas}").mkdir(exist_ok=True)
-        with open_trainer(folder / "model", folder / f"of-{replicas}", rank, 2, replicas=replicas) as one:
-            one.load(folder / "state")
-            found = {"weights": weights(one), "next": one.train([DATA] if rank else [[]], LOSS, totals(DATA))}
-            torch.save(found, folder / f"of-{replicas}" / f"rank-{rank}.pt")
+        group_folder = folder / f"of-{replicas}"
+        group_folder.mkdir(exist_ok=True)
+        with open_trainer(folder / "model", group_folder, rank, 2, replicas=replicas) as trainer:
+            trainer.load(folder / "state")
+            results: dict[str, Any] = {"weights": weights(trainer)}
+            results["next"] = trainer.train([DATA] if rank else [[]], LOSS, totals(DATA))
+            torch.save(results, group_folder / f"rank-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -62,40 +67,42 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replicas")
     make_model(folder / "model", "qwen3")
     (folder / "group").mkdir()
-    run_ranks(four_ranks, folder, RANKS)
+    run_ranks(train_on_four_ranks, folder, RANKS)
     return folder
 
 
-def seen(run: Path, rank: int) -> dict[str, Any]:
+def load_results(run: Path, rank: int) -> dict[str, Any]:
     return torch.load(run / f"rank-{rank}.pt", weights_only=True)
 
 
 def test_gradients_and_norm_are_those_of_one_process(run: Path, tmp_path: Path) -> None:
-    ranks = [seen(run, rank) for rank in range(RANKS)]
-    assert all(each["trained"] == ranks[0]["trained"] for each in ranks)
-    with open_trainer(run / "model", tmp_path) as one:
+    ranks = [load_results(run, rank) for rank in range(RANKS)]
+    assert all(rank["trained"] == ranks[0]["trained"] for rank in ranks)
+    with open_trainer(run / "model", tmp_path) as trainer:
         # After one update the weights differ in their last bits. Norms then differ by a share of 1.4e-6.
         for metrics, atol in zip(ranks[0]["trained"], (1e-6, 5e-6), strict=True):
-            assert_close(metrics, one.train(share(DATA, 64), LOSS, totals(DATA)), atol=atol)
-        for each in ranks:
-            assert_close(each["weights"], weights(one), atol=1e-6)
-        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=5e-6)
-    assert all(each["next"] == ranks[0]["next"] for each in ranks)
+            assert_close(metrics, trainer.train(share(DATA, 64), LOSS, totals(DATA)), atol=atol)
+        for rank in ranks:
+            assert_close(rank["weights"], weights(trainer), atol=1e-6)
+        assert_close(ranks[0]["next"], trainer.train([DATA], LOSS, totals(DATA)), atol=5e-6)
+    assert all(rank["next"] == ranks[0]["next"] for rank in ranks)
 
 
 def test_replicas_hold_the_same_rows_to_the_last_bit(run: Path) -> None:
-    ranks = [seen(run, rank) for rank in range(RANKS)]
-    shards = RANKS // REPLICAS
-    for rank in range(shards):
-        first, other = ranks[rank], ranks[rank + shards]
-        assert first["boxes"] == other["boxes"]
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(first["sent"], other["sent"], strict=True))
+    ranks = [load_results(run, rank) for rank in range(RANKS)]
+    num_shards = RANKS // REPLICAS
+    for shard in range(num_shards):
+        first_replica = ranks[shard]
+        second_replica = ranks[shard + num_shards]
+        assert first_replica["boxes"] == second_replica["boxes"]
+        tensor_pairs = zip(first_replica["sent"], second_replica["sent"], strict=True)
+        assert all(torch.equal(first_tensor, second_tensor) for first_tensor, second_tensor in tensor_pairs)
     assert ranks[0]["boxes"] != ranks[1]["boxes"]
 
 
 def test_a_loss_that_is_not_finite_is_refused_by_all_ranks(run: Path) -> None:
     for rank in range(RANKS):
-        assert_refused(seen(run, rank)["refused"])
+        assert_refused(load_results(run, rank)["refused"])
 
 
 def test_a_checkpoint_has_each_row_once(run: Path) -> None:
@@ -110,18 +117,18 @@ def test_a_checkpoint_has_each_row_once(run: Path) -> None:
 
 
 def test_the_exported_folder_has_the_weights(run: Path) -> None:
-    assert_close(load_file(run / "exported" / "model.safetensors"), seen(run, 0)["weights"], atol=0)
+    assert_close(load_file(run / "exported" / "model.safetensors"), load_results(run, 0)["weights"], atol=0)
 
 
 def test_the_state_continues_on_one_process_and_on_other_replicas(run: Path, tmp_path: Path) -> None:
-    run_ranks(two_ranks, run, 2)
-    with open_trainer(run / "model", tmp_path) as one:
-        one.load(run / "state")
-        own = weights(one)
-        assert_close(own, seen(run, 0)["weights"], atol=0)
-        following = one.train([DATA], LOSS, totals(DATA))
+    run_ranks(continue_on_two_ranks, run, 2)
+    with open_trainer(run / "model", tmp_path) as trainer:
+        trainer.load(run / "state")
+        expected_weights = weights(trainer)
+        assert_close(expected_weights, load_results(run, 0)["weights"], atol=0)
+        expected_metrics = trainer.train([DATA], LOSS, totals(DATA))
     for replicas in (1, 2):
         for rank in (0, 1):
-            found = torch.load(run / f"of-{replicas}" / f"rank-{rank}.pt", weights_only=True)
-            assert_close(found["weights"], own, atol=0)
-            assert_close(found["next"], following, atol=1e-6)
+            results = load_results(run / f"of-{replicas}", rank)
+            assert_close(results["weights"], expected_weights, atol=0)
+            assert_close(results["next"], expected_metrics, atol=1e-6)

@@ -43,7 +43,7 @@ WRAPPERS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, t
         "model.language_model.",
         ("model.visual.",),
     ),
-    # The whole holds a causal LM, not a decoder.
+    # The vision-language model holds a causal LM, not a decoder.
     "llama4": (
         TEXT | {"model_type": "llama4_text", "intermediate_size_mlp": 128, "num_local_experts": 2},
         VISION
@@ -60,93 +60,99 @@ def make_wrapper(folder: Path, kind: str) -> Path:
     """Write a random vision-language model with float32 weights."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    text, vision, more, *_ = WRAPPERS[kind]
+    text, vision, keys, *_ = WRAPPERS[kind]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **more)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **keys)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2.0) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+            if parameter.ndim > 1:
+                parameter.mul_(2.0)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     make_tokenizer(folder, TEXT["vocab_size"])
     return folder
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(kind: str, tmp_path: Path) -> None:
+def load_wrapper(folder: Path) -> Any:
+    """Load the vision-language model of a folder by transformers alone."""
     from transformers import AutoModelForImageTextToText
 
-    *_, own, others = WRAPPERS[kind]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def assert_computed_by(model: Any, rows: list[np.ndarray]) -> None:
+    """Assert that rows are the log-probs of DATA by a model of transformers."""
+    with torch.no_grad():
+        for row, sequence in zip(rows, DATA, strict=True):
+            np.testing.assert_allclose(row[1:], plain_log_probs(model, sequence)[0].numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(kind: str, tmp_path: Path) -> None:
+    *_, text_prefix, other_prefixes = WRAPPERS[kind]
     folder = make_wrapper(tmp_path / "model", kind)
     (folder / "preprocessor_config.json").write_text("{}")
-    source, facts = WeightFiles(folder), derive_facts(folder)
-    kept = {name for name in source.names() if name.startswith(others)}
-    assert set(facts.kept) == kept and all(name.startswith(own) for name in source.names() if name not in kept)
-
-    def log_probs(of: Path) -> list[Any]:
-        whole = AutoModelForImageTextToText.from_pretrained(of, dtype=torch.float32, attn_implementation="eager").eval()
-        with torch.no_grad():
-            return [plain_log_probs(whole, sequence)[0].numpy() for sequence in DATA]
-
-    with open_trainer(folder, tmp_path) as one:
-        for got, want in zip(one.log_probs([DATA])[0], log_probs(folder), strict=True):
-            np.testing.assert_allclose(got[1:], want, atol=2e-5)
+    source = WeightFiles(folder)
+    other_names = {name for name in source.names() if name.startswith(other_prefixes)}
+    text_names = set(source.names()) - other_names
+    assert set(derive_facts(folder).kept) == other_names
+    assert all(name.startswith(text_prefix) for name in text_names)
+    with open_trainer(folder, tmp_path) as trainer:
+        assert_computed_by(load_wrapper(folder), trainer.log_probs([DATA])[0])
         # As `rlctl model check` compares them.
-        plain = transformers_model.plain_model(str(folder), "cpu")
-        for got, sequence in zip(one.log_probs([DATA])[0], DATA, strict=True):
-            np.testing.assert_allclose(got[1:], plain_log_probs(plain, sequence)[0].detach().numpy(), atol=2e-5)
-        assert {name for name, _, _ in one.layout()} == set(source.names()) - kept
-        assert one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
+        text_model = transformers_model.plain_model(str(folder), "cpu")
+        assert_computed_by(text_model, trainer.log_probs([DATA])[0])
+        assert {name for name, _, _ in trainer.layout()} == text_names
+        assert trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
         # A checkpoint needs the folder no more: it may be one that another run deletes.
         aside = folder.rename(tmp_path / "aside")
-        one.export_folder(tmp_path / "out", "float32")
+        trainer.export_folder(tmp_path / "out", "float32")
         aside.rename(folder)
-        trained = one.log_probs([DATA])[0]
-    # Without it no engine loads the whole.
+        trained_rows = trainer.log_probs([DATA])[0]
+    # Without this file no engine loads the vision-language model.
     assert (tmp_path / "out/preprocessor_config.json").is_file()
-    out = WeightFiles(tmp_path / "out")
-    assert sorted(out.names()) == sorted(source.names())
-    assert all(torch.equal(out.tensor(name), source.tensor(name)) for name in kept)
-    assert not all(torch.equal(out.tensor(name), source.tensor(name)) for name in source.names())
-    for got, want in zip(trained, log_probs(tmp_path / "out"), strict=True):
-        np.testing.assert_allclose(got[1:], want, atol=2e-5)
+    exported = WeightFiles(tmp_path / "out")
+    assert sorted(exported.names()) == sorted(source.names())
+    assert all(torch.equal(exported.tensor(name), source.tensor(name)) for name in other_names)
+    assert not all(torch.equal(exported.tensor(name), source.tensor(name)) for name in source.names())
+    assert_computed_by(load_wrapper(tmp_path / "out"), trained_rows)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_an_adapter_of_the_text_has_the_names_of_the_whole(kind: str, tmp_path: Path) -> None:
     # PEFT takes an adapter whose names it does not find for one of zeros, with a warning.
-    from transformers import AutoModelForImageTextToText
-
     folder = make_wrapper(tmp_path / "model", kind)
-    spec, out = adapters_of(folder), tmp_path / "out"
-    with open_trainer(folder, tmp_path, adapters=spec) as one:
+    spec = adapters_of(folder)
+    adapter_folder = tmp_path / "out"
+    with open_trainer(folder, tmp_path, adapters=spec) as trainer:
         for _ in range(3):
-            one.train([DATA], WeightedLoss(), totals(DATA))
+            trainer.train([DATA], WeightedLoss(), totals(DATA))
         aside = folder.rename(tmp_path / "aside")
-        one.export_folder(out)
+        trainer.export_folder(adapter_folder)
         aside.rename(folder)
-        trained = one.log_probs([DATA])[0]
-    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    targets = json.loads((out / "adapter_config.json").read_text())["target_modules"]
-    with safe_open(out / "adapter_model.safetensors", framework="pt") as file:
+        trained_rows = trainer.log_probs([DATA])[0]
+    wrapper = load_wrapper(folder)
+    targets = json.loads((adapter_folder / "adapter_config.json").read_text())["target_modules"]
+    with safe_open(adapter_folder / "adapter_model.safetensors", framework="pt") as file:
         names = file.keys()
-        named = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in names}
-    assert {name.rpartition(".lora_")[0] for name in named} == set(targets)
+        tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in names}
+    assert {name.rpartition(".lora_")[0] for name in tensors} == set(targets)
     with torch.no_grad():
-        for name in targets:
-            product = named[f"{name}.lora_B.weight"] @ named[f"{name}.lora_A.weight"]
-            whole.get_submodule(name).weight += spec.scale * product
-        for got, sequence in zip(trained, DATA, strict=True):
-            np.testing.assert_allclose(got[1:], plain_log_probs(whole, sequence)[0].numpy(), atol=2e-5)
-
-    assert read_spec(out, derive_facts(folder).sizes.linears) == spec
-    with open_trainer(folder, tmp_path, adapters=spec, adapter=out) as again:
-        for got, want in zip(again.log_probs([DATA])[0], trained, strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-6)
+        for target in targets:
+            product = tensors[f"{target}.lora_B.weight"] @ tensors[f"{target}.lora_A.weight"]
+            wrapper.get_submodule(target).weight += spec.scale * product
+    assert_computed_by(wrapper, trained_rows)
+    assert read_spec(adapter_folder, derive_facts(folder).sizes.linears) == spec
+    with open_trainer(folder, tmp_path, adapters=spec, adapter=adapter_folder) as trainer:
+        for row, trained_row in zip(trainer.log_probs([DATA])[0], trained_rows, strict=True):
+            np.testing.assert_allclose(row, trained_row, atol=1e-6)
 
 
 def test_an_engine_on_a_cpu_refuses_the_whole_in_one_line(tmp_path: Path) -> None:
     folder = make_wrapper(tmp_path / "model", "gemma3")
-    said = ENGINE.find_refusal("cpu", str(folder), derive_facts(folder).sizes)
-    assert said and "Gemma3ForConditionalGeneration has a part for images" in said and "\n" not in said
+    refusal = ENGINE.find_refusal("cpu", str(folder), derive_facts(folder).sizes)
+    assert refusal and "Gemma3ForConditionalGeneration has a part for images" in refusal and "\n" not in refusal
     assert ENGINE.find_refusal("cuda", str(folder), derive_facts(folder).sizes) is None
