@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.generation.engine import Engine
 from tests.system.engines import spec_for
-from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, two_engines
+from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, start_engines
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def test_a_shortened_step_samples_what_vllms_own_samples(ray_here: Path, tmp_pat
     folder = make_model(tmp_path / "m", max_length=256, seed=1, hidden=256, head_dim=64)
     spec = replace(spec_for(folder, 256), device="cuda", dtype="bfloat16", gpu_memory_utilization=0.1, kv_cache_mib=2)
     spec = replace(spec, stop_token_ids=(1, 5, 9), top_p=0.9, top_k=20, max_num_seqs=32, sleeps=True)
-    engines = two_engines(spec, ["0"], ray_here)
+    engines = start_engines(spec, ["0"], ray_here)
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)

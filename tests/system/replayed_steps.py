@@ -1,4 +1,4 @@
-"""Engines with shortened steps and without; vLLM's schedulers driven without a model, as a seed has it."""
+"""Engines with shortened steps and without; vLLM's schedulers driven without a model, by the numbers of a seed."""
 
 import random
 from collections import Counter, deque
@@ -44,85 +44,98 @@ class WatchedEngine(VllmEngine):
         return self._call_on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
 
 
-def watched(spec: EngineSpec) -> Engine:
+def make_watched_engine(spec: EngineSpec) -> Engine:
     """Build an engine whose steps are shortened, or are vLLM's own, as its spec says."""
     return WatchedEngine(spec, "rlctl.generation.vllm.worker_extension.RefitWorker")
 
 
-def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker]:
+def start_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker]:
     """Start an engine with shortened steps and one without."""
-    made = []
+    engines = []
     for name, shortened in (("shortened", True), ("plain", False)):
-        own = replace(spec, options={**spec.options, "fast_path": shortened})
-        make, log = partial(watched, own), str(logs / f"{name}.log")
-        made.append(Worker(WorkerSpec(name, make, environment(spec.device, devices), log, 4)))
-    return made
+        engine_spec = replace(spec, options={**spec.options, "fast_path": shortened})
+        worker_spec = WorkerSpec(
+            name,
+            partial(make_watched_engine, engine_spec),
+            environment(spec.device, devices),
+            log=str(logs / f"{name}.log"),
+            threads=4,
+        )
+        engines.append(Worker(worker_spec))
+    return engines
 
 
 def check_conversations(engines: list[Worker], give_up: bool) -> None:
     """Check that both engines sample the same bits, end in the same way, and leave equal caches."""
-    ours, plain = (conversations(engine, give_up) for engine in engines)
-    assert {"stop", "length"} == {each.finish for each in ours}
-    for one, other in zip(ours, plain, strict=True):
-        assert (one.tokens.tolist(), one.finish) == (other.tokens.tolist(), other.finish)
-        assert np.array_equal(one.log_probs, other.log_probs)
-    (shortened,), (own,) = (engine.start(WatchedEngine.blocks).wait(DEADLINE) for engine in engines)
+    shortened_engine, plain_engine = engines
+    shortened_answers = converse(shortened_engine, give_up)
+    plain_answers = converse(plain_engine, give_up)
+    assert {"stop", "length"} == {answer.finish for answer in shortened_answers}
+    for shortened_answer, plain_answer in zip(shortened_answers, plain_answers, strict=True):
+        assert shortened_answer.tokens.tolist() == plain_answer.tokens.tolist()
+        assert shortened_answer.finish == plain_answer.finish
+        assert np.array_equal(shortened_answer.log_probs, plain_answer.log_probs)
+    (shortened_blocks,) = shortened_engine.start(WatchedEngine.blocks).wait(DEADLINE)
+    (plain_blocks,) = plain_engine.start(WatchedEngine.blocks).wait(DEADLINE)
     # Requests that are given up have made as many steps as time allowed, and leave as many blocks to be found.
-    same = ("free",) if give_up else tuple(own)
-    assert [shortened[each] for each in same] == [own[each] for each in same] and own["found"] > 500
+    equal_counts = ("free",) if give_up else tuple(plain_blocks)
+    assert [shortened_blocks[name] for name in equal_counts] == [plain_blocks[name] for name in equal_counts]
+    assert plain_blocks["found"] > 500
 
 
 def check_schedules(engines: list[Worker], ahead: bool) -> None:
     """Check that schedulers with shortened steps and without tell the device the same, step by step. ahead: each step
     is scheduled before the last one's tokens are known."""
     for seed in range(3):
-        (ours,), (plain,) = (
-            engines[0].start(WatchedEngine.replay, ahead, shortened, seed).wait(DEADLINE) for shortened in (True, False)
-        )
-        assert ours["preemptions"] == plain["preemptions"] > 0
-        for what in ("asked", "scheduled", "appended"):
-            assert seed or 4 * ours["left"][what] < plain["left"][what], what
-        for number, (one, other) in enumerate(zip(ours["steps"], plain["steps"], strict=True)):
-            assert one == other, f"step {number}"
+        (shortened,) = engines[0].start(WatchedEngine.replay, ahead, True, seed).wait(DEADLINE)
+        (plain,) = engines[0].start(WatchedEngine.replay, ahead, False, seed).wait(DEADLINE)
+        assert shortened["preemptions"] == plain["preemptions"] > 0
+        for name in ("slot_calls", "continued_requests", "appended_tokens"):
+            assert seed or 4 * shortened["work_of_vllm"][name] < plain["work_of_vllm"][name], name
+        for number, (step, plain_step) in enumerate(zip(shortened["steps"], plain["steps"], strict=True)):
+            assert step == plain_step, f"step {number}"
 
 
-def conversations(engine: Worker, give_up: bool) -> list[Completion]:
+def converse(engine: Worker, give_up: bool) -> list[Completion]:
     """Sample three turns of each rollout, of lengths that differ. give_up: some end while they run.
 
     Temperatures differ, and a third samples without the engine's top_p and top_k.
     """
-    random, answers = np.random.default_rng(0), list[Completion]()
+    random = np.random.default_rng(0)
+    answers: list[Completion] = []
     prompts = [random.integers(3, 64, random.integers(1, 60)).tolist() for _ in range(ROLLOUTS)]
-    longest = random.integers(1, 60, (3, ROLLOUTS)).tolist()
+    max_tokens = random.integers(1, 60, (3, ROLLOUTS)).tolist()
     for number in range(3):
-        asked: list[TurnRequest] = []
-        for place, prompt in enumerate(prompts):
-            warmth = (0.0, 1.0, 0.7, 1.3)[place % 4]
-            purpose: Purpose = "train" if place % 3 else "parity"
-            one = turn(place, 0, prompt, longest[number][place], warmth, 100 * number + place, purpose)
-            asked.append(replace(one, id=RequestId(one.id.rollout, number)))
-        given_up = [each.id for each in asked[::8] if give_up]
-        kept = [each for each in asked if each.id not in given_up]
-        engine.start(Engine.submit, asked).wait(DEADLINE)
+        requests: list[TurnRequest] = []
+        for rollout, prompt in enumerate(prompts):
+            temperature = (0.0, 1.0, 0.7, 1.3)[rollout % 4]
+            purpose: Purpose = "train" if rollout % 3 else "parity"
+            seed = 100 * number + rollout
+            request = turn(rollout, 0, prompt, max_tokens[number][rollout], temperature, seed, purpose)
+            requests.append(replace(request, id=RequestId(request.id.rollout, number)))
+        given_up = [request.id for request in requests[::8]] if give_up else []
+        finishing = [request for request in requests if request.id not in given_up]
+        engine.start(Engine.submit, requests).wait(DEADLINE)
         engine.start(Engine.abort, given_up).wait(DEADLINE)
-        found = dict(zip((each.id for each in kept), collect_all(engine, kept), strict=True))
-        answers += found.values()
-        for place, each in enumerate(asked):
-            said = found[each.id].tokens.tolist() if each.id in found else []
+        finishing_ids = [request.id for request in finishing]
+        finished = dict(zip(finishing_ids, collect_all(engine, finishing), strict=True))
+        answers += finished.values()
+        for rollout, request in enumerate(requests):
+            answer_tokens = finished[request.id].tokens.tolist() if request.id in finished else []
             # Some histories are rewritten, in the middle or from the first token on.
-            kept_from = {1: 1, 2: len(prompts[place]) // 2}.get(place % 12, 0)
-            prompts[place] = prompts[place][kept_from:] + said + [3 + place]
+            first_token = {1: 1, 2: len(prompts[rollout]) // 2}.get(rollout % 12, 0)
+            prompts[rollout] = prompts[rollout][first_token:] + answer_tokens + [3 + rollout]
     return answers
 
 
-def told(scheduled: Any) -> tuple[Any, ...]:
+def orders_of(scheduled: Any) -> tuple[Any, ...]:
     """Return a step's orders to the device, in sequence."""
-    cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
+    cached = scheduled.scheduled_cached_reqs
     assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
     return (
         list(scheduled.num_scheduled_tokens.items()),
         (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens),
-        [(each.req_id, each.block_ids, each.num_computed_tokens) for each in new],
+        [(request.req_id, request.block_ids, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs],
         (sorted(cached.resumed_req_ids), dict(cached.all_token_ids), sorted(scheduled.finished_req_ids)),
     )
 
@@ -154,12 +167,19 @@ class Replay:
             self._scheduler.scheduler_config.enable_chunked_prefill = True
         # Not even the requests that run fit into some steps.
         self._narrow = seed == 2
-        self._depth, self._random = 2 if ahead else 1, random.Random(seed)
-        self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
-        self.steps, self.preemptions = list[Any](), 0
+        # Steps that are scheduled before the first of them is sampled.
+        self._depth = 2 if ahead else 1
+        self._random = random.Random(seed)
+        self._sampled = Counter[str]()
+        self._states: dict[str, Any] = {}
+        self._num_requests = 0
+        self.steps: list[Any] = []
+        self.preemptions = 0
         # Work left to vLLM: calls for slots, continued requests, and tokens.
-        self._asked = self._scheduled = self._appended = 0
-        self._count_what_is_left()
+        self._slot_calls = 0
+        self._continued_requests = 0
+        self._appended_tokens = 0
+        self._count_work_of_vllm()
         if shortened:
             StepOutputs(self._scheduler, self._states, NextTokens(self._scheduler))
         else:
@@ -170,7 +190,7 @@ class Replay:
         queue = deque[tuple[Any, Any]]()
         for step in range(600):
             if step < 500:
-                self._come_and_go()
+                self._add_and_abort_requests()
             if self._narrow:
                 self._scheduler.max_num_scheduled_tokens = self._random.choice((8, 64, 64))
             scheduled = self._scheduler.schedule()
@@ -179,49 +199,57 @@ class Replay:
             ended = []
             if len(queue) == self._depth:
                 outputs = self._scheduler.update_from_output(*queue.popleft()).get(0)
-                ended = [self._end(each) for each in outputs.outputs] if outputs else []
-            self.steps.append((told(scheduled), ended, count_blocks(self._scheduler)))
-        left = {"asked": self._asked, "scheduled": self._scheduled, "appended": self._appended}
-        return {"steps": self.steps, "preemptions": self.preemptions, "left": left}
+                ended = [self._end(output) for output in outputs.outputs] if outputs else []
+            self.steps.append((orders_of(scheduled), ended, count_blocks(self._scheduler)))
+        work = {
+            "slot_calls": self._slot_calls,
+            "continued_requests": self._continued_requests,
+            "appended_tokens": self._appended_tokens,
+        }
+        return {"steps": self.steps, "preemptions": self.preemptions, "work_of_vllm": work}
 
-    def _count_what_is_left(self) -> None:
-        manager, scheduler = self._scheduler.kv_cache_manager, self._scheduler
-        allocate, update = manager.allocate_slots, scheduler.update_from_output
-        describe = scheduler._make_cached_request_data
+    def _count_work_of_vllm(self) -> None:
+        scheduler = self._scheduler
+        manager = scheduler.kv_cache_manager
+        allocate_slots = manager.allocate_slots
+        update_from_output = scheduler.update_from_output
+        make_cached_request_data = scheduler._make_cached_request_data
 
-        def asked(*arguments: Any, **named: Any) -> Any:
-            self._asked += 1
-            return allocate(*arguments, **named)
+        def count_slot_call(*arguments: Any, **keywords: Any) -> Any:
+            self._slot_calls += 1
+            return allocate_slots(*arguments, **keywords)
 
-        def described(running: list[Any], *arguments: Any) -> Any:
-            self._scheduled += len(running)
-            return describe(running, *arguments)
+        def count_continued_requests(running: list[Any], *arguments: Any) -> Any:
+            self._continued_requests += len(running)
+            return make_cached_request_data(running, *arguments)
 
-        def updated(scheduled: Any, sampled: Any) -> Any:
-            self._appended += len(scheduled.num_scheduled_tokens)
-            return update(scheduled, sampled)
+        def count_appended_tokens(scheduled: Any, sampled: Any) -> Any:
+            self._appended_tokens += len(scheduled.num_scheduled_tokens)
+            return update_from_output(scheduled, sampled)
 
-        manager.allocate_slots, scheduler.update_from_output = asked, updated
-        scheduler._make_cached_request_data = described
+        manager.allocate_slots = count_slot_call
+        scheduler._make_cached_request_data = count_continued_requests
+        scheduler.update_from_output = count_appended_tokens
 
-    def _come_and_go(self) -> None:
+    def _add_and_abort_requests(self) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request, RequestStatus
 
         for _ in range(self._random.choice((0, 0, 0, 1, 3))):
-            self._begun += 1
-            name, group = f"r{self._begun}", self._random.randrange(6)
-            shared = random.Random(group)
-            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 180))]
+            self._num_requests += 1
+            name = f"r{self._num_requests}"
+            # Prompts of a group have the same beginning.
+            group_random = random.Random(self._random.randrange(6))
+            prompt = [group_random.randrange(3, 64) for _ in range(self._random.randrange(1, 180))]
             params = SamplingParams(
                 max_tokens=self._random.randrange(1, 100), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
             )
             self._states[name] = state()
             request = Request(name, prompt, params, None, cache_salt="v0", block_hasher=self._hasher)
             self._scheduler.add_request(request)
-        running = [each.request_id for each in self._scheduler.running]
+        running = [request.request_id for request in self._scheduler.running]
         if self._random.random() < 0.01:
-            # As a change of weights that recomputes running requests; tokens may be in flight.
+            # A change of weights that recomputes running requests does the same; tokens may be in flight.
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
         if running and self._random.random() < 0.05:
             name = self._random.choice(running)
@@ -229,25 +257,26 @@ class Replay:
             self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _sample(self, scheduled: Any) -> Any:
-        """Return a token of each request, the same for its so-manieth in every replay."""
+        """Return a token of each request. It depends on the request and the token's index alone."""
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
         names = sorted(scheduled.num_scheduled_tokens, reverse=True)
-        tokens, log_probs = [], np.zeros((len(names), 1), np.float32)
+        tokens = []
+        log_probs = np.zeros((len(names), 1), np.float32)
         for row, name in enumerate(names):
             if self._scheduler.requests[name].is_prefill_chunk:
                 tokens.append([])
                 continue
-            own = random.Random(f"{name} {self._sampled[name]}")
+            token_random = random.Random(f"{name} {self._sampled[name]}")
             self._sampled[name] += 1
-            tokens.append([STOP if own.random() < 0.02 else own.randrange(3, 64)])
-            log_probs[row] = -own.random()
+            tokens.append([STOP if token_random.random() < 0.02 else token_random.randrange(3, 64)])
+            log_probs[row] = -token_random.random()
         lists = LogprobsLists(np.zeros((len(names), 1), np.int32), log_probs, np.zeros(len(names), np.int32), None)
         return ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens, lists)
 
     def _end(self, output: Any) -> tuple[Any, ...]:
-        kept = self._states.pop(output.request_id).logprobs_processor.logprobs.logprobs
-        return output.request_id, output.new_token_ids, kept, output.finish_reason
+        log_probs = self._states.pop(output.request_id).logprobs_processor.logprobs.logprobs
+        return output.request_id, output.new_token_ids, log_probs, output.finish_reason
 
 
 def block_hasher(scheduler: Any) -> Any:

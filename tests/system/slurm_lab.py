@@ -1,6 +1,6 @@
 """A real Slurm on this machine, from nothing: munge, a controller and a daemon a node, in a folder of the test's own.
 
-The nodes share this machine's address, files and processes, as its cores: they are told apart by their ports.
+The nodes share this machine's address, files, processes and cores. Only their ports differ.
 """
 
 import os
@@ -43,49 +43,49 @@ class SlurmLab:
     """Nodes n1, n2, ...; commands that are to meet this Slurm have `environment`."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.nodes = folder, [f"n{index + 1}" for index in range(count)]
+        self.folder = folder
+        self.nodes = [f"n{index + 1}" for index in range(count)]
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """All daemons, and waits until every node is idle. Raises AssertionError with their output."""
+        """Start all daemons, and wait until every node is idle. Raises AssertionError with their output."""
         # munge refuses a key or a socket that others could replace.
         self.folder.mkdir(mode=0o755)
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(self.nodes))
-        text = CONFIG.format(folder=self.folder, host=host, controller=ports[0])
-        cores = os.cpu_count()
-        text += "".join(
-            NODE.format(name=name, host=host, port=port, cores=cores) for name, port in zip(self.nodes, ports[1:])
-        )
-        (self.folder / "slurm.conf").write_text(text + PARTITION)
+        host = socket.gethostname().partition(".")[0]
+        controller_port, *node_ports = _find_free_ports(1 + len(self.nodes))
+        config = CONFIG.format(folder=self.folder, host=host, controller=controller_port)
+        for name, port in zip(self.nodes, node_ports):
+            config += NODE.format(name=name, host=host, port=port, cores=os.cpu_count())
+        (self.folder / "slurm.conf").write_text(config + PARTITION)
         for name in ("controller", *self.nodes):
             (self.folder / name).mkdir()
         files = [f"--{name}={self.folder}/munge.{end}" for name, end in _MUNGE_FILES]
-        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
-        self._until(lambda: (self.folder / "munge.sock").exists(), "munge")
-        self._daemon("slurmctld", "-D")
+        self._start_daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
+        self._wait_until(lambda: (self.folder / "munge.sock").exists(), "munge")
+        self._start_daemon("slurmctld", "-D")
         for name in self.nodes:
-            self._daemon("slurmd", "-D", "-N", name)
-        self._until(lambda: self.states() == ["idle"] * len(self.nodes), "the nodes")
+            self._start_daemon("slurmd", "-D", "-N", name)
+        self._wait_until(lambda: self.states() == ["idle"] * len(self.nodes), "the nodes")
 
     def states(self) -> list[str]:
         """Return the state of each node."""
         return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
 
     def run(self, *command: str) -> str:
-        """Output of one of Slurm's commands."""
+        """Return the output of one of Slurm's commands."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
 
     def jobs(self) -> list[str]:
-        """Ids of waiting and running jobs."""
+        """Return the ids of waiting and running jobs."""
         return self.run("squeue", "--noheader", "--format=%A").split()
 
     def stop(self) -> None:
-        """Everything is gone, also after a partial start."""
+        """End all jobs and daemons, also after a partial start."""
         if jobs := self.jobs():
             self.run("scancel", *jobs)
             end = time.monotonic() + 60
@@ -99,18 +99,18 @@ class SlurmLab:
                 daemon.kill()
                 daemon.wait()
 
-    def _daemon(self, name: str, *arguments: str) -> None:
+    def _start_daemon(self, name: str, *arguments: str) -> None:
         program = shutil.which(name) or f"/usr/sbin/{name}"
         log = (self.folder / f"{len(self._daemons)}-{name}.out").open("wb")
         environment = {**os.environ, **self.environment}
         command = [program, *arguments]
         self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
 
-    def _until(self, done: Callable[[], bool], what: str) -> None:
+    def _wait_until(self, is_up: Callable[[], bool], parts: str) -> None:
         end = time.monotonic() + 60
-        while not done():
-            wrote = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.out"))
-            assert time.monotonic() < end, f"{what} did not come up:\n{wrote}"
+        while not is_up():
+            output = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.out"))
+            assert time.monotonic() < end, f"{parts} did not come up:\n{output}"
             time.sleep(0.2)
 
 
@@ -118,16 +118,16 @@ _MUNGE_FILES = (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("
 
 
 def why_not() -> str:
-    """The reason for which this machine can have no Slurm; empty if it can."""
-    wanted = ("munged", "slurmctld", "slurmd", "sbatch")
-    missing = [name for name in wanted if not shutil.which(name) and not Path(f"/usr/sbin/{name}").exists()]
+    """Return the reason for which this machine can have no Slurm; empty if it can."""
+    programs = ("munged", "slurmctld", "slurmd", "sbatch")
+    missing = [name for name in programs if not shutil.which(name) and not Path(f"/usr/sbin/{name}").exists()]
     if missing:
         return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)"
     return "" if os.geteuid() == 0 else "Slurm's daemons need root"
 
 
-def _free_ports(count: int) -> list[int]:
-    """All at once, so that none is given twice."""
+def _find_free_ports(count: int) -> list[int]:
+    """Find all ports at once, so that none is found twice."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:

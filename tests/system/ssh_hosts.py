@@ -49,27 +49,28 @@ class SshHosts:
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Namespaces, keys, daemons. Raises CalledProcessError where the system does not permit it."""
+        """Make keys, namespaces and daemons. Raises CalledProcessError where the system permits no namespaces."""
         for name in ("host_key", "key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         (self.folder / "sshd_config").write_text(SSHD.format(folder=self.folder))
         entries = CLIENT.format(names=" ".join(self.names), folder=self.folder)
-        entries += "".join(f"Host {name}\n  HostName {at}\n" for name, at in zip(self.names, self.addresses))
+        for name, address in zip(self.names, self.addresses):
+            entries += f"Host {name}\n  HostName {address}\n"
         self.config.write_text(entries)
         _run("ip", "link", "add", self._bridge, "type", "bridge")
         _run("ip", "address", "add", f"{self._gateway}/24", "dev", self._bridge)
         _run("ip", "link", "set", self._bridge, "up")
         Path("/run/sshd").mkdir(exist_ok=True)
         for index, (space, address) in enumerate(zip(self._spaces, self.addresses)):
-            self._space(space, address, index)
+            self._make_host(space, address, index)
 
-    def _space(self, space: str, address: str, index: int) -> None:
+    def _make_host(self, space: str, address: str, index: int) -> None:
         outside = self.cable(index)
         _run("ip", "netns", "add", space)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
         _run("ip", "link", "set", outside, "master", self._bridge, "up")
-        for command in (["address", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
-            _run("ip", "-n", space, *command)
+        _run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
+        _run("ip", "-n", space, "link", "set", "eth0", "up")
         _run("ip", "-n", space, "link", "set", "lo", "up")
         log = (self.folder / f"sshd-{index}.log").open("wb")
         sshd = shutil.which("sshd") or "/usr/sbin/sshd"
@@ -85,19 +86,19 @@ class SshHosts:
                 time.sleep(0.2)
 
     def inside(self, index: int) -> list[str]:
-        """In front of a command that is to run on a host."""
+        """Return the words in front of a command that is to run on a host."""
         return ["ip", "netns", "exec", self._spaces[index]]
 
     def cable(self, index: int) -> str:
-        """The end of a host's cable that is here."""
+        """Return this machine's end of a host's cable."""
         return f"{self._bridge}v{index}"
 
     def plug(self, index: int, state: str) -> None:
-        """A host's cable: `down` cuts it."""
+        """Set the state of a host's cable: `down` cuts it."""
         _run("ip", "link", "set", self.cable(index), state)
 
     def stop(self) -> None:
-        """Everything is gone, also after a partial start."""
+        """End all daemons and remove all namespaces, also after a partial start."""
         for daemon in self._daemons:
             os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
@@ -108,9 +109,9 @@ class SshHosts:
 
 @contextmanager
 def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
-    """Hosts that answer, for the time of the block; skips the test where there can be none."""
-    if why := why_not():
-        pytest.skip(why)
+    """Yield hosts that answer, for the time of the block. Skip the test where there can be none."""
+    if reason := why_not():
+        pytest.skip(reason)
     hosts = SshHosts(folder, count)
     try:
         try:
@@ -124,7 +125,7 @@ def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
 
 
 def why_not() -> str:
-    """The reason for which this machine can have no such hosts; empty if it can."""
+    """Return the reason for which this machine can have no such hosts; empty if it can."""
     missing = [name for name in ("ip", "ssh", "ssh-keygen") if not shutil.which(name)]
     if not shutil.which("sshd") and not Path("/usr/sbin/sshd").exists():
         missing.append("sshd (apt-get install openssh-server)")

@@ -1,7 +1,7 @@
-"""Runs on another host, without the token: finds every open port of an address and tries to use each.
+"""A program for another host, without the token: it finds every open port of an address and tries to use each.
 
-Arguments: address, a folder for a home. Prints JSON: ports, the answers of each port: {port: {probe: answer}}, and the
-errors of Ray's own clients, with the seconds of a wrong token. Kept apart from the tests since Ray reads its
+Arguments: address, a folder for a home. It prints JSON: ports, the answers of each port: {port: {probe: answer}}, and
+the error of Ray's own client with a wrong token, with its seconds. It is apart from the tests since Ray reads its
 environment at import.
 """
 
@@ -19,46 +19,47 @@ from typing import Any
 
 
 def main(address: str, home: str) -> None:
-    wrong = Path(home) / "wrong"
-    wrong.write_text("0" * 64)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    wrong_token = Path(home) / "wrong"
+    wrong_token.write_text("0" * 64)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
     os.environ.clear()
-    os.environ.update(kept, HOME=home)
-    ports = asyncio.run(open_ports(address))
-    answers = {port: called(address, port) | browsed(address, port) for port in ports}
-    print(json.dumps({"ports": ports, "answers": answers, "wrong_token": with_a_wrong_token(address, wrong)}))
+    os.environ.update(environment, HOME=home)
+    ports = asyncio.run(find_open_ports(address))
+    answers = {port: call_methods(address, port) | browse_pages(address, port) for port in ports}
+    refusal = try_wrong_token(address, wrong_token)
+    print(json.dumps({"ports": ports, "answers": answers, "wrong_token": refusal}))
 
 
-async def open_ports(address: str) -> list[int]:
-    """Every TCP port that takes a connection."""
+async def find_open_ports(address: str) -> list[int]:
+    """Find every TCP port that takes a connection."""
     gate = asyncio.Semaphore(500)
-    found = []
+    open_ports = []
 
-    async def ask(port: int) -> None:
+    async def knock(port: int) -> None:
         async with gate:
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 5)
             except (OSError, TimeoutError):
                 return
             writer.close()
-            found.append(port)
+            open_ports.append(port)
 
-    await asyncio.gather(*(ask(port) for port in range(1, 65536)))
-    return sorted(found)
+    await asyncio.gather(*(knock(port) for port in range(1, 65536)))
+    return sorted(open_ports)
 
 
-def methods() -> list[str]:
-    """Every remote procedure of Ray's own stubs, and of its object manager, which has no stubs in Python."""
+def find_methods() -> list[str]:
+    """Find every remote procedure of Ray's own stubs, and of its object manager, which has no stubs in Python."""
     import ray
 
     folder = Path(ray.__file__).parent / "core" / "generated"
     text = "\n".join(path.read_text() for path in folder.glob("*_pb2_grpc.py"))
-    own = {f"/ray.rpc.ObjectManagerService/{name}" for name in ("Push", "Pull", "FreeObjects")}
-    return sorted(own | set(re.findall(r"'(/ray\.rpc\.[\w.]+/\w+)'", text)))
+    of_object_manager = {f"/ray.rpc.ObjectManagerService/{name}" for name in ("Push", "Pull", "FreeObjects")}
+    return sorted(of_object_manager | set(re.findall(r"'(/ray\.rpc\.[\w.]+/\w+)'", text)))
 
 
-def called(address: str, port: int) -> dict[str, str]:
-    """The gRPC codes of every method's empty request, without the methods that the port lacks."""
+def call_methods(address: str, port: int) -> dict[str, str]:
+    """Return the gRPC codes of every method's empty request, without the methods that the port lacks."""
     import grpc
 
     channel = grpc.insecure_channel(f"{address}:{port}")
@@ -66,35 +67,35 @@ def called(address: str, port: int) -> dict[str, str]:
         grpc.channel_ready_future(channel).result(timeout=5)
     except grpc.FutureTimeoutError:
         return {}
-    waiting = {name: channel.unary_unary(name).future(b"", timeout=10) for name in methods()}
-    codes = {name: each.code().name for name, each in waiting.items()}
+    calls = {name: channel.unary_unary(name).future(b"", timeout=10) for name in find_methods()}
+    codes = {name: call.code().name for name, call in calls.items()}
     return {name: code for name, code in codes.items() if code not in ("UNIMPLEMENTED", "UNAVAILABLE")}
 
 
-def browsed(address: str, port: int) -> dict[str, str]:
-    """The status of web pages, where something speaks HTTP."""
-    found = {}
+def browse_pages(address: str, port: int) -> dict[str, str]:
+    """Return the status of web pages, where something speaks HTTP."""
+    statuses = {}
     for page in ("/", "/metrics", "/api/version", "/api/jobs/", "/logs"):
         try:
             with urllib.request.urlopen(f"http://{address}:{port}{page}", timeout=5) as answer:
-                found[page] = str(answer.status)
+                statuses[page] = str(answer.status)
         except urllib.error.HTTPError as error:
-            found[page] = str(error.code)
+            statuses[page] = str(error.code)
         except (OSError, ValueError, http.client.HTTPException):
             continue
-    return found
+    return statuses
 
 
-def with_a_wrong_token(address: str, token: Path) -> dict[str, Any]:
-    """The answer of Ray's client of the head, and its seconds."""
+def try_wrong_token(address: str, token: Path) -> dict[str, Any]:
+    """Return the error of Ray's client of the head, and its seconds."""
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         GcsClient(address=f"{address}:6379").get_all_node_info(timeout=5)
     except Exception as error:
-        return {"error": type(error).__name__, "seconds": time.monotonic() - began}
+        return {"error": type(error).__name__, "seconds": time.monotonic() - start}
     return {"error": "", "seconds": 0}
 
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(not find_spec("megatron"), reason="needs megatro
 @pytest.mark.long  # combination; the ranks: training/test_megatron.py
 def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_path: Path) -> None:
     settings = (
-        *("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2"),
+        "trainer.backend=megatron",
+        "trainer.num_ranks=2",
+        "trainer.megatron.tensor_model_parallel_size=2",
         "grpo.num_steps=3",
         "grpo.loss.proximal=recompute",
         "grpo.loss.force_on_policy_ratio=false",
@@ -27,29 +29,36 @@ def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_
     for step in run.steps():
         assert step["mismatch/token_mult_prob_error"] <= 1.001
         assert step["loss/kl"] >= 0
-        parts = sum(value for name, value in step.items() if name.startswith("time/") and name != "time/step")
-        assert parts == pytest.approx(step["time/step"], rel=0.01)
+        phases = [name for name in step if name.startswith("time/") and name != "time/step"]
+        assert sum(step[name] for name in phases) == pytest.approx(step["time/step"], rel=0.01)
     assert len(outcomes(run.path)) == 24
 
 
 @pytest.mark.long  # combination
 def test_sft_through_three_stages_and_a_compiled_graph_is_what_one_rank_does(tmp_path: Path) -> None:
     short = ("sft.num_steps=6", "validation.every=3", "checkpoint.every=0")
-    stages = ("trainer.num_ranks=3", "trainer.megatron.pipeline_model_parallel_size=3")
-    one = Run(tmp_path, "one", *short, kind="sft")
-    assert one.end() == 0, one.text()
-    graph = ("trainer.backend=megatron", "ray_compiled_graph.enabled=require")
-    three = Run(tmp_path, "three", *graph, *stages, *short, kind="sft")
-    assert three.end() == 0, three.text()
-    assert any(event["kind"] == "dispatch" for event in three.events())
-    # The other backend, on one rank, goes on from there.
-    back = ("trainer.backend=fsdp", "trainer.num_ranks=1", "trainer.megatron.pipeline_model_parallel_size=1")
-    three = Run(
-        tmp_path, "three", *back, "ray_compiled_graph.enabled=false", "sft.num_steps=8", resume=True, kind="sft"
+    one_rank = Run(tmp_path, "one", *short, kind="sft")
+    assert one_rank.end() == 0, one_rank.text()
+    stages = (
+        "trainer.backend=megatron",
+        "trainer.num_ranks=3",
+        "trainer.megatron.pipeline_model_parallel_size=3",
+        "ray_compiled_graph.enabled=require",
     )
-    assert three.end() == 0, three.text()
-    one = Run(tmp_path, "one", "sft.num_steps=8", resume=True, kind="sft")
-    assert one.end() == 0, one.text()
-    for mine, theirs in zip(three.steps(), one.steps(), strict=True):
+    three_stages = Run(tmp_path, "three", *stages, *short, kind="sft")
+    assert three_stages.end() == 0, three_stages.text()
+    assert any(event["kind"] == "dispatch" for event in three_stages.events())
+    # The other backend, on one rank, goes on from the state of three stages.
+    fsdp = (
+        "trainer.backend=fsdp",
+        "trainer.num_ranks=1",
+        "trainer.megatron.pipeline_model_parallel_size=1",
+        "ray_compiled_graph.enabled=false",
+    )
+    three_stages = Run(tmp_path, "three", *fsdp, "sft.num_steps=8", resume=True, kind="sft")
+    assert three_stages.end() == 0, three_stages.text()
+    one_rank = Run(tmp_path, "one", "sft.num_steps=8", resume=True, kind="sft")
+    assert one_rank.end() == 0, one_rank.text()
+    for step, expected_step in zip(three_stages.steps(), one_rank.steps(), strict=True):
         for name in ("loss/nll", "train/grad_norm", "tokens/trained"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
+            assert step[name] == pytest.approx(expected_step[name], rel=1e-4)

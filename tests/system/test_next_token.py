@@ -8,23 +8,23 @@ import pytest
 
 from rlctl.workers.group import Worker
 from tests.system.engines import spec_for
-from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, two_engines
+from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, start_engines
 from tests.tiny_models import make_model
 
 
 @pytest.fixture(scope="module")
 def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
-    """An engine with shortened steps and one without, whose caches hold a part of their sequences at a time."""
+    """Start an engine with shortened steps and one without. Their caches hold a part of their sequences at a time."""
     folder = make_model(tmp_path_factory.mktemp("m"), max_length=256, seed=1)
     spec = replace(
         spec_for(folder, 256), stop_token_ids=(1, 5, 9), top_p=0.9, top_k=20, kv_cache_mib=2, max_num_seqs=32
     )
-    made = two_engines(spec, [], ray_here)
-    for engine in made:
-        engine.built().wait(DEADLINE)
-    yield made
-    for engine in made:
-        engine.kill()
+    workers = start_engines(spec, [], ray_here)
+    for worker in workers:
+        worker.built().wait(DEADLINE)
+    yield workers
+    for worker in workers:
+        worker.kill()
 
 
 def test_a_shortened_step_samples_what_vllms_own_samples(engines: list[Worker]) -> None:
