@@ -26,10 +26,16 @@ from tests.unit.folders import cached
 def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05) -> dict[str, torch.Tensor]:
     """Write an adapter of random numbers, and return its tensors."""
     torch.manual_seed(0)
-    values = {each.name: torch.randn(each.shape) * std for each in spec.tensors}
+    values = {tensor.name: torch.randn(tensor.shape) * std for tensor in spec.tensors}
     sizes = ModelFiles.find(ModelSection(str(model), None, False, None), folder.parent, 0).facts.sizes
-    named = ((each, values[each.name]) for each in spec.tensors)
-    write_adapter(folder, spec, sizes.linears, str(model), digest_of_weights(model), named)
+    write_adapter(
+        folder,
+        spec,
+        linears=sizes.linears,
+        base=str(model),
+        digest=digest_of_weights(model),
+        tensors=[(tensor, values[tensor.name]) for tensor in spec.tensors],
+    )
     return values
 
 
@@ -59,7 +65,7 @@ def section(path: Path) -> ModelSection:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "why"),
+    ("key", "value", "message"),
     [
         ("use_dora", True, "use_dora is true; rlctl has plain LoRA"),
         ("modules_to_save", ["lm_head"], "modules_to_save is"),
@@ -71,17 +77,18 @@ def section(path: Path) -> ModelSection:
         ("r", None, "r is null; allowed: a whole number from 1 to 1,000,000"),
     ],
 )
-def test_other_kinds_of_adapter_are_refused(adapter: Path, key: str, value: Any, why: str) -> None:
+def test_other_kinds_of_adapter_are_refused(adapter: Path, key: str, value: Any, message: str) -> None:
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    with pytest.raises(ModelError, match=why):
+    with pytest.raises(ModelError, match=message):
         read_config(adapter)
 
 
 def test_a_tensor_without_a_place_or_of_another_shape_is_named(adapter: Path, model: Path) -> None:
     linears = ModelFiles.find(section(model), model.parent, 0).facts.sizes.linears
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.lora_A\.weight has no linear layer"):
-        read_spec(adapter, [each for each in linears if not each.name.endswith("layers.0.self_attn.q_proj")])
+        other_linears = [linear for linear in linears if not linear.name.endswith("layers.0.self_attn.q_proj")]
+        read_spec(adapter, other_linears)
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"r": 2}))
     with pytest.raises(ModelError, match=r"has shape \(4, 256\), expected \(2, 256\)"):
@@ -116,17 +123,19 @@ def test_a_run_starts_from_an_adapter_of_its_own_kind(adapter: Path, overrides: 
 
 
 def test_an_adapter_without_lora_is_merged_and_a_note_says_so(adapter: Path) -> None:
-    (note,) = [
-        note
-        for note in load("sft", None, [f"model.path={adapter}", "model.random_init=false"]).notes
-        if "adapter" in note
+    all_notes = load("sft", None, [f"model.path={adapter}", "model.random_init=false"]).notes
+    assert [note for note in all_notes if "adapter" in note] == [
+        "model.path is an adapter: without lora every weight of it merged with its base is trained"
     ]
-    assert note == "model.path is an adapter: without lora every weight of it merged with its base is trained"
+
+
+def snapshot_of(hub: Path, name: str) -> Path:
+    return hub / f"models--some--{name}/snapshots/0123"
 
 
 @pytest.fixture
 def hub(adapter: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache without network: some/base, and its adapter some/adapter, without a tokenizer."""
+    """Make a hub cache without network: some/base, and its adapter some/adapter, without a tokenizer."""
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -140,32 +149,35 @@ def hub(adapter: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_adapter_of_the_hub_is_found_with_its_base(hub: Path, model: Path, tmp_path: Path) -> None:
-    base, own = (hub / f"models--some--{name}/snapshots/0123" for name in ("base", "adapter"))
-    found = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0)
-    assert (found.folder, found.adapter, found.base) == (str(base), str(own), "some/base")
-    assert found.adapters == adapters_of(model)
-    assert config_file("some/adapter") == base / "config.json"
+    base_folder = snapshot_of(hub, "base")
+    files = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0)
+    assert (files.folder, files.base) == (str(base_folder), "some/base")
+    assert files.adapter == str(snapshot_of(hub, "adapter"))
+    assert files.adapters == adapters_of(model)
+    assert config_file("some/adapter") == base_folder / "config.json"
     assert ModelFiles.find(section(Path("some/base")), tmp_path / "run", 0).adapter is None
 
 
 def test_training_every_weight_from_an_adapter_begins_with_the_merged_model(
     hub: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    found = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0, merge=True)
-    assert found.adapter is None and found.folder == str(tmp_path / "run/init")
-    write_merged(Path(found.source), adapter, tmp_path / "expected", "float32")
-    merged, expected = WeightFiles(Path(found.folder)), WeightFiles(tmp_path / "expected")
+    files = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0, merge=True)
+    assert files.adapter is None and files.folder == str(tmp_path / "run/init")
+    write_merged(Path(files.source), adapter, tmp_path / "expected", "float32")
+    merged = WeightFiles(Path(files.folder))
+    expected = WeightFiles(tmp_path / "expected")
     assert all(torch.equal(merged.tensor(name), expected.tensor(name)) for name in expected.names())
 
 
 def test_an_adapters_own_tokenizer_counts_where_its_end_tokens_are_too(hub: Path) -> None:
-    base, own = (hub / f"models--some--{name}/snapshots/0123" for name in ("base", "adapter"))
+    base_folder = snapshot_of(hub, "base")
+    adapter_folder = snapshot_of(hub, "adapter")
     assert chat_folder("some/base") == "some/base"
-    assert chat_folder("some/adapter") == chat_folder(str(own)) == str(base)
+    assert chat_folder("some/adapter") == chat_folder(str(adapter_folder)) == str(base_folder)
     for name in ("tokenizer_config.json", "generation_config.json"):
-        assert chat_folder("some/adapter") == str(base)
-        (own / name).write_text("{}")
-    assert chat_folder("some/adapter") == str(own)
+        assert chat_folder("some/adapter") == str(base_folder)
+        (adapter_folder / name).write_text("{}")
+    assert chat_folder("some/adapter") == str(adapter_folder)
 
 
 def test_the_config_of_a_run_knows_an_adapter_of_the_hub(hub: Path) -> None:

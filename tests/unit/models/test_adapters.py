@@ -18,8 +18,8 @@ def sizes_of(folder: Path, family: str) -> ModelSizes:
     return derive_facts(folder / family).sizes
 
 
-def last(names: list[str]) -> list[str]:
-    """Last words of module names, each once."""
+def last_words(names: list[str]) -> list[str]:
+    """Return the last words of module names, each once."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
@@ -41,20 +41,21 @@ def last(names: list[str]) -> list[str]:
 def test_all_is_every_linear_layer_of_attention_and_mlp(tmp_path: Path, family: str, expected: list[str]) -> None:
     targets, problems = choose_targets(sizes_of(tmp_path, family).linears, "all")
     assert problems == []
-    assert last([each.name for each in targets]) == expected
+    assert last_words([target.name for target in targets]) == expected
 
 
 def test_names_are_ends_of_module_names(tmp_path: Path) -> None:
     linears = sizes_of(tmp_path, "glm4_moe").linears
     targets, problems = choose_targets(linears, ["v_proj", "layers.3.self_attn.q_proj"])
     assert problems == []
-    names = [each.name.removeprefix("model.layers.") for each in targets]
+    names = [target.name.removeprefix("model.layers.") for target in targets]
     assert names == [f"{layer}.self_attn.v_proj" for layer in range(3)] + ["3.self_attn.q_proj", "3.self_attn.v_proj"]
-    assert choose_targets(linears, "mlp")[0] == choose_targets(linears, ["layers.0.mlp." + e for e in LLAMA[4:]])[0]
+    of_first_mlp, _ = choose_targets(linears, [f"layers.0.mlp.{name}" for name in LLAMA[4:]])
+    assert choose_targets(linears, "mlp")[0] == of_first_mlp
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "why"),
+    ("family", "name", "reason"),
     [
         ("qwen2_moe", "mlp.shared_expert.up_proj", "is in a mixture of experts, whose experts and router get no"),
         ("qwen2_moe", "experts.gate_up_proj", "names experts, which get no adapters"),
@@ -67,9 +68,9 @@ def test_names_are_ends_of_module_names(tmp_path: Path) -> None:
         ("qwen3", "nothing", "has this name; there are q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
     ],
 )
-def test_a_name_that_gets_no_adapter_has_its_reason(tmp_path: Path, family: str, name: str, why: str) -> None:
+def test_a_name_that_gets_no_adapter_has_its_reason(tmp_path: Path, family: str, name: str, reason: str) -> None:
     [problem] = choose_targets(sizes_of(tmp_path, family).linears, [name])[1]
-    assert why in problem
+    assert reason in problem
 
 
 def test_a_model_without_such_layers_says_why(tmp_path: Path) -> None:
@@ -82,10 +83,11 @@ def test_a_model_without_such_layers_says_why(tmp_path: Path) -> None:
 def test_tensors_have_the_names_and_shapes_of_peft(tmp_path: Path) -> None:
     targets, _ = choose_targets(sizes_of(tmp_path, "qwen3").linears, ["layers.1.mlp.down_proj"])
     spec = AdapterSpec(rank=4, alpha=16.0, rslora=False, dropout=0.0, targets=targets)
-    assert [(each.name, each.shape) for each in spec.tensors] == [
+    assert [(tensor.name, tensor.shape) for tensor in spec.tensors] == [
         ("model.layers.1.mlp.down_proj.lora_A.weight", (4, 256)),
         ("model.layers.1.mlp.down_proj.lora_B.weight", (128, 4)),
     ]
     assert spec.parameters == 4 * (256 + 128)
     assert spec.scale == 4.0
-    assert AdapterSpec(8, 16.0, True, 0.0, targets).scale == pytest.approx(16 / math.sqrt(8))
+    rslora = AdapterSpec(rank=8, alpha=16.0, rslora=True, dropout=0.0, targets=targets)
+    assert rslora.scale == pytest.approx(16 / math.sqrt(8))

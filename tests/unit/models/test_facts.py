@@ -23,7 +23,7 @@ SIZES |= {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings":
 MOE = {"num_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2}
 
 
-def written(folder: Path, kind: str, **options: Any) -> Path:
+def write_config(folder: Path, kind: str, **options: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **options}))
     return folder
@@ -46,10 +46,10 @@ def written(folder: Path, kind: str, **options: Any) -> Path:
 def test_derived_sizes_are_those_of_the_formulas(
     tmp_path: Path, kind: str, options: dict[str, Any], tied: bool
 ) -> None:
-    folder = written(tmp_path, kind, **options, tie_word_embeddings=tied)
+    folder = write_config(tmp_path, kind, **options, tie_word_embeddings=tied)
     expected = sizes_by_formula(json.loads((folder / "config.json").read_text()))
-    found = derive_facts(folder).sizes
-    assert {name: getattr(found, name) for name in vars(expected)} == vars(expected)
+    sizes = derive_facts(folder).sizes
+    assert {name: getattr(sizes, name) for name in vars(expected)} == vars(expected)
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,20 @@ def test_derived_sizes_are_those_of_the_formulas(
 def test_other_families_are_counted_as_transformers_builds_them(
     tmp_path: Path, kind: str, options: dict[str, Any], layers: str, width: int
 ) -> None:
-    folder = written(tmp_path, kind, **options, tie_word_embeddings=False)
-    facts, lm = derive_facts(folder), skeleton(folder, torch.device("cpu"))
+    folder = write_config(tmp_path, kind, **options, tie_word_embeddings=False)
+    facts = derive_facts(folder)
+    lm = skeleton(folder, torch.device("cpu"))
     assert facts.layers == layers and facts.causal_lm == type(lm).__name__
-    assert facts.sizes.parameters == sum(each.numel() for each in lm.parameters())
+    assert facts.sizes.parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert facts.sizes.mlp_width == width
 
 
 def test_windows_and_scales_are_recorded(tmp_path: Path) -> None:
-    mistral = derive_facts(written(tmp_path / "mistral", "mistral", sliding_window=8))
+    mistral = derive_facts(write_config(tmp_path / "mistral", "mistral", sliding_window=8))
     assert list(mistral.attention) == [(64.0, 8)] * 3
-    granite = derive_facts(written(tmp_path / "granite", "granite", logits_scaling=4.0, attention_multiplier=0.5))
-    assert granite.kinds.logits.scale == 0.25 and {each.scale for each in granite.kinds.attention} == {0.5}
+    granite = derive_facts(write_config(tmp_path / "granite", "granite", logits_scaling=4.0, attention_multiplier=0.5))
+    assert granite.kinds.logits.scale == 0.25
+    assert {attention.scale for attention in granite.kinds.attention} == {0.5}
 
 
 def test_computed_buffers_are_those_that_transformers_computes(tmp_path: Path) -> None:
@@ -101,8 +103,8 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_process_of_its_own_derives_facts_and_keeps_them(tmp_path: Path, empty_cache: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen3")
     assert known_facts(folder) is None
-    found = derive_apart(folder)
-    assert found == derive_facts(folder) == known_facts(folder)
+    facts = derive_apart(folder)
+    assert facts == derive_facts(folder) == known_facts(folder)
     code = "import sys; from pathlib import Path; from rlctl.models.facts import find_facts as find; find(Path('{}'));"
     check = f"{code.format(folder)} assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
@@ -111,34 +113,34 @@ def test_a_process_of_its_own_derives_facts_and_keeps_them(tmp_path: Path, empty
 def test_facts_are_kept_by_config_weights_and_release(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = make_model(tmp_path / "a", "qwen3", seed=0), make_model(tmp_path / "b", "qwen3", seed=1)
-    assert facts_file(one) == facts_file(other)
-    assert facts_file(one) != facts_file(make_model(tmp_path / "c", "qwen3", layers=1))
-    kept = facts_file(one)
+    folder = make_model(tmp_path / "a", "qwen3", seed=0)
+    file = facts_file(folder)
+    assert facts_file(make_model(tmp_path / "b", "qwen3", seed=1)) == file
+    assert facts_file(make_model(tmp_path / "c", "qwen3", layers=1)) != file
     facts_module._derivation.cache_clear()
     monkeypatch.setattr(facts_module, "version", lambda name: "9.0")
-    assert facts_file(one) != kept
+    assert facts_file(folder) != file
     facts_module._derivation.cache_clear()
 
 
 def test_a_refusal_comes_from_the_other_process_in_one_line(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other process's work is done here: the test above has one."""
+    """Do the work of the other process in this one: the test above starts a process."""
 
-    def here(module: str, folder: str) -> "subprocess.CompletedProcess[str]":
+    def derive_in_this_process(module: str, folder: str) -> "subprocess.CompletedProcess[str]":
         assert module == "rlctl.models.derive"
         derive_main(Path(folder))
         return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
 
-    monkeypatch.setattr(facts_module, "run_module", here)
+    monkeypatch.setattr(facts_module, "run_module", derive_in_this_process)
     with pytest.raises(ModelError) as caught:
-        derive_apart(written(tmp_path / "m", "gpt99"))
+        derive_apart(write_config(tmp_path / "m", "gpt99"))
     assert str(caught.value).startswith(f"model_type gpt99 in {tmp_path}/m: transformers 5.")
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "said"),
+    ("kind", "options", "message"),
     [
         ("bert", {}, "BertSelfAttention sees later tokens"),
         ("vit", {}, "model_type vit in .*: transformers .* has no causal language model of it"),
@@ -146,7 +148,7 @@ def test_a_refusal_comes_from_the_other_process_in_one_line(
     ],
 )
 def test_models_that_cannot_be_trained_are_refused(
-    tmp_path: Path, kind: str, options: dict[str, Any], said: str
+    tmp_path: Path, kind: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ModelError, match=said):
-        find_facts(written(tmp_path, kind, **options))
+    with pytest.raises(ModelError, match=message):
+        find_facts(write_config(tmp_path, kind, **options))

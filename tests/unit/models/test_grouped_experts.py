@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def model(family: str, experts: str) -> Any:
+def make_model(family: str, experts: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     register()
@@ -39,48 +39,53 @@ def model(family: str, experts: str) -> Any:
     return lm
 
 
-def results(family: str, experts: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs of 21 tokens, fewer than experts have places for, and gradients of a loss."""
-    lm = model(family, experts)
+def run_model(family: str, experts: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return log-probs of 21 tokens, fewer than experts have places for, and gradients of a loss."""
+    lm = make_model(family, experts)
     tokens = torch.arange(21)[None] * 7 % 64
     log_probs = lm(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)
     log_probs.square().mean().backward()
-    return log_probs.detach(), {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in lm.named_parameters() if parameter.grad is not None}
+    return log_probs.detach(), gradients
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_one_expert_at_a_time(family: str) -> None:
-    (own, gradients), (plain, expected) = results(family, NAME), results(family, "eager")
-    torch.testing.assert_close(own, plain, atol=1e-5, rtol=0)
-    assert gradients.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.linalg.vector_norm(gradients[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+    log_probs, gradients = run_model(family, NAME)
+    expected_log_probs, expected_gradients = run_model(family, "eager")
+    torch.testing.assert_close(log_probs, expected_log_probs, atol=1e-5, rtol=0)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        assert torch.linalg.vector_norm(gradients[name] - expected) <= 1e-5 * torch.linalg.vector_norm(expected), name
 
 
 def test_one_graph_holds_all_experts_of_a_layer_in_bfloat16() -> None:
-    experts = model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
+    experts = make_model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
     hidden = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    chosen, weights = torch.randint(0, 32, (5, 3)), torch.rand(5, 3, dtype=torch.bfloat16)
+    chosen_experts = torch.randint(0, 32, (5, 3))
+    weights = torch.rand(5, 3, dtype=torch.bfloat16)
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
-    found = []
+    outputs_and_gradients = []
     for function in (experts, compiled):
-        out = function(hidden, chosen, weights)
-        found.append((out, torch.autograd.grad(out.float().square().sum(), hidden)[0]))
-    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+        output = function(hidden, chosen_experts, weights)
+        (gradient,) = torch.autograd.grad(output.float().square().sum(), hidden)
+        outputs_and_gradients.append((output, gradient))
+    torch.testing.assert_close(outputs_and_gradients[1], outputs_and_gradients[0], atol=0, rtol=0)
 
 
 def test_one_graph_takes_any_number_of_tokens() -> None:
-    experts = model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
+    experts = make_model("qwen3_moe", NAME).model.layers[0].mlp.experts.bfloat16()
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
 
-    def graphs(tokens: int) -> int:
+    def count_new_graphs(tokens: int) -> int:
         hidden = torch.randn(tokens, 64, dtype=torch.bfloat16, requires_grad=True)
-        chosen, weights = torch.randint(0, 32, (tokens, 3)), torch.rand(tokens, 3, dtype=torch.bfloat16)
-        return new_graphs(lambda: compiled(hidden, chosen, weights).float().sum().backward())
+        chosen_experts = torch.randint(0, 32, (tokens, 3))
+        weights = torch.rand(tokens, 3, dtype=torch.bfloat16)
+        return new_graphs(lambda: compiled(hidden, chosen_experts, weights).float().sum().backward())
 
     torch.compiler.reset()
-    assert graphs(63) == 1
-    assert [graphs(tokens) for tokens in (64, 30, 700)] == [0, 0, 0]
+    assert count_new_graphs(63) == 1
+    assert [count_new_graphs(tokens) for tokens in (64, 30, 700)] == [0, 0, 0]
 
 
 class OwnExperts(nn.Module):
@@ -90,7 +95,7 @@ class OwnExperts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "own", "reason"),
+    ("dtype", "capability", "has_own_experts", "reason"),
     [
         (torch.float32, (9, 0), False, "grouped products are bfloat16, not float32; set trainer.dtype=bfloat16"),
         (
@@ -108,11 +113,11 @@ class OwnExperts(nn.Module):
     ],
 )
 def test_a_gpu_that_would_go_through_experts_one_at_a_time_is_refused(
-    dtype: torch.dtype, capability: tuple[int, int], own: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, capability: tuple[int, int], has_own_experts: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    lm = model("qwen3_moe", NAME)
-    if own:
+    lm = make_model("qwen3_moe", NAME)
+    if has_own_experts:
         lm.model.layers[0].mlp.experts = OwnExperts()
     with pytest.raises(ValueError) as raised:
         check_grouped(lm, torch.device("cuda"), dtype)
@@ -121,5 +126,5 @@ def test_a_gpu_that_would_go_through_experts_one_at_a_time_is_refused(
 
 def test_dense_models_and_hopper_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_grouped(model("qwen3_moe", NAME), torch.device("cuda"), torch.bfloat16)
+    check_grouped(make_model("qwen3_moe", NAME), torch.device("cuda"), torch.bfloat16)
     check_grouped(nn.Sequential(nn.Linear(4, 4), nn.Conv1d(8, 8, 4, groups=8)), torch.device("cuda"), torch.float32)

@@ -17,20 +17,21 @@ from tests.system.training.scenario import open_trainer
 from tests.tiny_models import make_model
 
 
-def whole(name: str, *shape: int) -> TensorRow:
-    return TensorRow(name, shape, "float32", name, shape, (0,) * len(shape), shape)
+def make_row(name: str, *shape: int) -> TensorRow:
+    """Return the row of a tensor that is the whole target of its name."""
+    return TensorRow(name, shape, dtype="float32", target=name, whole=shape, start=(0,) * len(shape), size=shape)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     files = WeightFiles(make_model(tmp_path, "llama"))
     with pytest.raises(KeyError, match=r"has no tensor model\.layers\.9\.weight"):
-        files.read_into([whole("model.layers.9.weight", 1)], torch.empty(1))
+        files.read_into([make_row("model.layers.9.weight", 1)], torch.empty(1))
 
 
 def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> None:
     files = WeightFiles(make_model(tmp_path, "llama"))
     with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(128,\), the configuration says"):
-        files.read_into([whole("model.norm.weight", 2, 128)], torch.empty(2, 128))
+        files.read_into([make_row("model.norm.weight", 2, 128)], torch.empty(2, 128))
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
@@ -44,18 +45,19 @@ def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(
 ) -> None:
     monkeypatch.setattr(hf_folder, "_COMPARED_ROWS", 64)
     folder = make_model(tmp_path / "m", "qwen3", tied=True, vocab=200)
-    held = load_file(folder / "model.safetensors")
-    head = held["model.embed_tokens.weight"].clone()
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
     if row is not None:
         head[row] += 1
-    save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
     lm = causal_lm(folder)
-    given = folder, table_of(lm, folder), load_facts(folder)
+    table = table_of(lm, folder)
+    facts = load_facts(folder)
     if row is None:
-        check_tied(*given)
+        check_tied(folder, table, facts)
         return
     with pytest.raises(ModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, to which"):
-        check_tied(*given)
+        check_tied(folder, table, facts)
     with pytest.raises(ModelError, match=r"set tie_word_embeddings to false"), open_trainer(folder, tmp_path):
         pass
 
@@ -82,19 +84,22 @@ def test_large_weights_are_written_in_several_files_with_an_index(
 
 def test_a_full_disk_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An open file would keep the room of the folder that is removed then.
-    source, out = make_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    source = make_model(tmp_path / "source", "qwen3")
+    out = tmp_path / "out"
     out.mkdir()
     (out / "model-00002-of-00002.safetensors").symlink_to("/dev/full")
     monkeypatch.setattr(hf_folder, "SHARD_BYTES", 40)
     tensors = {name: torch.zeros(8) for name in "ab"}
     with pytest.raises(OSError, match="No space left on device"):
         write_folder(source, out, [(name, (8,), "float32") for name in tensors], tensors.items())
-    held = [each.resolve() for each in Path("/proc/self/fd").iterdir() if each.exists()]
-    assert not [each for each in held if each == Path("/dev/full") or each.is_relative_to(out)]
+    open_files = [link.resolve() for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    assert Path("/dev/full") not in open_files
+    assert not any(file.is_relative_to(out) for file in open_files)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    source, out = make_model(tmp_path / "source", "qwen3"), tmp_path / "out"
+    source = make_model(tmp_path / "source", "qwen3")
+    out = tmp_path / "out"
     (out / "model.safetensors").mkdir(parents=True)
     with pytest.raises(IsADirectoryError, match=r"model\.safetensors"):
         write_folder(source, out, [("a", (1,), "float32")], [("a", torch.zeros(1))])

@@ -19,11 +19,13 @@ def test_a_merged_model_is_added_in_float32_and_cast_once(family: str, dtype: st
     spec = adapters_of(model)
     values = make_adapter(tmp_path / "adapter", model, spec)
     assert write_merged(model, tmp_path / "adapter", tmp_path / "merged", dtype) == [dtype or "float32"]
-    before, after = WeightFiles(model), WeightFiles(tmp_path / "merged")
-    assert before.names() == after.names()
-    for name in before.names():
-        expected = before.tensor(name).float()
-        if f"{name.removesuffix('.weight')}.lora_A.weight" in values:
-            a, b = (values[f"{name.removesuffix('.weight')}.lora_{side}.weight"] for side in "AB")
-            expected = expected + b @ a * 2.0
-        torch.testing.assert_close(after.tensor(name), expected.to(after.dtype(name)), atol=0, rtol=0)
+    base = WeightFiles(model)
+    merged = WeightFiles(tmp_path / "merged")
+    assert base.names() == merged.names()
+    for name in base.names():
+        expected = base.tensor(name).float()
+        module = name.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in values:
+            product = values[f"{module}.lora_B.weight"] @ values[f"{module}.lora_A.weight"]
+            expected = expected + product * 2.0
+        torch.testing.assert_close(merged.tensor(name), expected.to(merged.dtype(name)), atol=0, rtol=0)

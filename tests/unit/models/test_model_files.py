@@ -24,14 +24,14 @@ def folder_of(root: Path, config: dict[str, Any]) -> Path:
     return root
 
 
-def find(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> ModelFiles:
+def find_files(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> ModelFiles:
     return ModelFiles.find(ModelSection(str(folder), None, random_init, None), run, seed)
 
 
 def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"eos_token_id": 7})
-    found = find(folder, tmp_path / "run")
-    assert (found.folder, found.source, found.max_length) == (str(folder), str(folder), 512)
+    files = find_files(folder, tmp_path / "run")
+    assert (files.folder, files.source, files.max_length) == (str(folder), str(folder), 512)
     assert not (tmp_path / "run").exists()
 
 
@@ -41,36 +41,35 @@ def test_a_model_that_the_hub_does_not_give_is_one_line(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=f"^{name}: no folder, and not to be had from the hub: .+$"):
-        find(Path(name), tmp_path / "run")
+        find_files(Path(name), tmp_path / "run")
 
 
 @pytest.mark.parametrize(("head_dim", "width"), [({}, 64), ({"head_dim": None}, 64), ({"head_dim": 32}, 128)])
 def test_attention_is_as_wide_as_heads_times_their_size(
     tmp_path: Path, head_dim: dict[str, int | None], width: int
 ) -> None:
-    assert find(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention == ((width, None),) * 3
+    assert find_files(folder_of(tmp_path / "m", head_dim), tmp_path).facts.attention == ((width, None),) * 3
 
 
 def test_a_random_model_is_made_once_in_the_run_directory_and_the_seed_decides_its_bytes(tmp_path: Path) -> None:
     shape = make_model(tmp_path / "shape", "qwen2")
-    files = find(shape, tmp_path / "run", True, seed=3)
-    made = Path(files.folder)
-    assert made == tmp_path / "run" / "init"
-    assert (made / "tokenizer.json").read_bytes() == (shape / "tokenizer.json").read_bytes()
+    files = find_files(shape, tmp_path / "run", True, seed=3)
+    init_folder = Path(files.folder)
+    assert init_folder == tmp_path / "run" / "init"
+    assert (init_folder / "tokenizer.json").read_bytes() == (shape / "tokenizer.json").read_bytes()
     for seed in (3, 4):
         write_random_model(shape, tmp_path / f"seed-{seed}", seed)
-    weights = [
-        (folder / "model.safetensors").read_bytes() for folder in (made, tmp_path / "seed-3", tmp_path / "seed-4")
-    ]
-    assert weights[0] == weights[1] != weights[2]
-    begin = (made / "model.safetensors").stat().st_mtime_ns
-    assert find(shape, tmp_path / "run", True, seed=4) == files
-    assert (made / "model.safetensors").stat().st_mtime_ns == begin
+    first_weights = (init_folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "seed-3" / "model.safetensors").read_bytes() == first_weights
+    assert (tmp_path / "seed-4" / "model.safetensors").read_bytes() != first_weights
+    first_time = (init_folder / "model.safetensors").stat().st_mtime_ns
+    assert find_files(shape, tmp_path / "run", True, seed=4) == files
+    assert (init_folder / "model.safetensors").stat().st_mtime_ns == first_time
 
 
 def test_a_shape_that_makes_no_model_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no random model in the shape of .*m: .*validate_architecture"):
-        find(folder_of(tmp_path / "m", {"num_attention_heads": 3}), tmp_path / "run", True)
+        find_files(folder_of(tmp_path / "m", {"num_attention_heads": 3}), tmp_path / "run", True)
     assert not (tmp_path / "run" / "init").exists()
 
 
@@ -102,7 +101,7 @@ def test_transformers_ends_an_answer_at_a_token_that_was_added(tmp_path: Path, f
     folder = make_model(tmp_path / "model", "qwen3")
     prompt = torch.tensor([[5, 6, 7]])
 
-    def answer() -> list[int]:
+    def sample_answer() -> list[int]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         torch.manual_seed(0)
         tokens = model.generate(prompt, max_new_tokens=8, do_sample=True, top_k=0)
@@ -110,8 +109,8 @@ def test_transformers_ends_an_answer_at_a_token_that_was_added(tmp_path: Path, f
 
     if file == "config.json":
         (folder / "generation_config.json").unlink(missing_ok=True)
-    before = answer()
-    assert len(before) == 8
-    end = before[3]
+    unended = sample_answer()
+    assert len(unended) == 8
+    end = unended[3]
     list_end_tokens(folder, [end])
-    assert answer() == before[: before.index(end) + 1]
+    assert sample_answer() == unended[: unended.index(end) + 1]

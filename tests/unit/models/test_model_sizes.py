@@ -20,13 +20,13 @@ QWEN3_0_6B = {
 }
 
 
-def written(folder: Path, raw: dict[str, Any]) -> Path:
+def write_config(folder: Path, raw: dict[str, Any]) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     return folder / "config.json"
 
 
 def test_a_published_size(tmp_path: Path) -> None:
-    architecture = read_sizes(written(tmp_path, QWEN3_0_6B))
+    architecture = read_sizes(write_config(tmp_path, QWEN3_0_6B))
     assert architecture.parameters == 596_049_920
     assert architecture.kv_values_per_token == 2 * 28 * 8 * 128
 

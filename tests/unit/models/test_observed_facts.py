@@ -24,7 +24,7 @@ def config_of(family: str, **keys: Any) -> Any:
     return AutoConfig.for_model(family, **SIZES, **(FOUR | FAMILIES | STATE_FAMILIES).get(family, FOUR) | keys)
 
 
-def observed(family: str, **keys: Any) -> LayerKinds:
+def observe_family(family: str, **keys: Any) -> LayerKinds:
     return observe(config_of(family, **keys))
 
 
@@ -40,7 +40,7 @@ def observed(family: str, **keys: Any) -> LayerKinds:
     ],
 )
 def test_what_follows_the_head_is_measured(family: str, keys: dict[str, Any], expected: LogitTransform) -> None:
-    assert observed(family, **keys).logits == expected
+    assert observe_family(family, **keys).logits == expected
 
 
 def test_unknown_mathematics_after_the_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,31 +55,32 @@ def test_unknown_mathematics_after_the_head_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     with pytest.raises(ValueError, match="the logits of llama are neither its head's output, nor scaled by logits_sc"):
-        observed("llama")
+        observe_family("llama")
 
 
 def test_attention_is_recorded_layer_by_layer() -> None:
-    first, second = observed("gpt_oss").attention
+    first, second = observe_family("gpt_oss").attention
     assert (first.layer, first.window, first.sinks, first.scale) == (0, WINDOW, True, 0.25)
     assert (second.layer, second.window, second.heads, second.kv_heads) == (1, None, 4, 2)
-    first, second = observed("gemma2").attention
+    first, second = observe_family("gemma2").attention
     assert (first.softcap, first.window, second.softcap, second.window) == (3.0, WINDOW, 3.0, None)
-    assert observed("granite").attention[0].scale == 0.1
-    assert {(kind.dim, kind.v_dim) for kind in observed("deepseek_v3").attention} == {(24, 12)}
-    assert [kind.dim for kind in observed("gemma4_text").attention] == [16, 32]
+    assert observe_family("granite").attention[0].scale == 0.1
+    assert {(kind.dim, kind.v_dim) for kind in observe_family("deepseek_v3").attention} == {(24, 12)}
+    assert [kind.dim for kind in observe_family("gemma4_text").attention] == [16, 32]
 
 
 def test_states_are_recorded_layer_by_layer() -> None:
-    kinds = observed("qwen3_next")
+    kinds = observe_family("qwen3_next")
     assert [(kind.layer, kind.functions) for kind in kinds.states] == [
         (0, ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))
     ]
     assert [kind.layer for kind in kinds.attention] == [1] and kinds.one_sequence_a_row is None
-    assert [kind.functions for kind in observed("mamba2").states] == [("causal_conv1d_fn", "mamba2_chunk_scan")] * 2
+    functions = ("causal_conv1d_fn", "mamba2_chunk_scan")
+    assert [kind.functions for kind in observe_family("mamba2").states] == [functions, functions]
 
 
 @pytest.mark.parametrize(
-    ("family", "keys", "why"),
+    ("family", "keys", "expected"),
     [
         (
             "llama4_text",
@@ -101,10 +102,10 @@ def test_states_are_recorded_layer_by_layer() -> None:
         ("bloom", {}, r"2 of 2 layers \(attention\) call neither attention nor a known state function"),
     ],
 )
-def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any], why: str) -> None:
-    reason = observed(family, **keys).one_sequence_a_row
+def test_a_model_that_cannot_be_packed_says_why(family: str, keys: dict[str, Any], expected: str) -> None:
+    reason = observe_family(family, **keys).one_sequence_a_row
     assert reason is not None
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=expected):
         raise ValueError(reason)
 
 
@@ -113,30 +114,33 @@ SCORES = 2 * 4 * 4
 
 
 @pytest.mark.parametrize(
-    ("family", "keys", "pair"),
+    ("family", "keys", "bytes_per_pair"),
     [("gptj", {"rotary_dim": 8}, SCORES), ("falcon", {}, SCORES), ("stablelm", {"num_key_value_heads": 4}, 0)],
 )
-def test_bytes_that_rows_keep_are_those_of_a_real_pass(family: str, keys: dict[str, Any], pair: int) -> None:
+def test_bytes_that_rows_keep_are_those_of_a_real_pass(family: str, keys: dict[str, Any], bytes_per_pair: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **{**SIZES, "hidden_size": 64, "num_attention_heads": 4, **keys})
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     decoder = lm.get_decoder()
-    recorded = next(each for each in kept_of_rows(copy.deepcopy(decoder).to("meta"), 512) if each.dtype == "float32")
-    assert recorded.pair == pair
-    own = {each.untyped_storage()._cdata for each in (*decoder.parameters(), *decoder.buffers())}
+    all_row_bytes = kept_of_rows(copy.deepcopy(decoder).to("meta"), 512)
+    recorded = next(row_bytes for row_bytes in all_row_bytes if row_bytes.dtype == "float32")
+    assert recorded.pair == bytes_per_pair
+    decoder_tensors = [*decoder.parameters(), *decoder.buffers()]
+    decoder_storages = {tensor.untyped_storage()._cdata for tensor in decoder_tensors}
     for rows, length in ((1, 64), (3, 40)):
-        seen: dict[int, Tensor] = {}
+        saved_tensors: dict[int, Tensor] = {}
 
-        def keep(tensor: Tensor, seen: dict[int, Tensor] = seen) -> Tensor:
-            seen[tensor.untyped_storage()._cdata] = tensor
+        def keep(tensor: Tensor, saved_tensors: dict[int, Tensor] = saved_tensors) -> Tensor:
+            saved_tensors[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             decoder(input_ids=torch.ones(rows, length, dtype=torch.long), use_cache=False)
-        real = sum(each.untyped_storage().nbytes() for storage, each in seen.items() if storage not in own)
-        expected = rows * length * (recorded.token + recorded.pair * length)
-        assert abs(real - expected) <= 0.12 * real, (real, expected)
+        activations = [tensor for storage, tensor in saved_tensors.items() if storage not in decoder_storages]
+        real_bytes = sum(tensor.untyped_storage().nbytes() for tensor in activations)
+        expected_bytes = rows * length * (recorded.token + recorded.pair * length)
+        assert abs(real_bytes - expected_bytes) <= 0.12 * real_bytes, (real_bytes, expected_bytes)
 
 
 def test_dropout_is_found_and_off() -> None:
@@ -157,5 +161,5 @@ def test_what_trains_has_no_dropout(tmp_path: Path) -> None:
 
 
 def test_a_hybrid_layer_has_attention_and_states() -> None:
-    kinds = observed("falcon_h1", **MAMBA)
+    kinds = observe_family("falcon_h1", **MAMBA)
     assert [kind.layer for kind in kinds.attention] == [kind.layer for kind in kinds.states] == [0, 1]

@@ -59,7 +59,7 @@ STATE_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make(family: str, attention: str) -> Any:
+def make_model(family: str, attention: str) -> Any:
     """Return a model of two layers whose parameters are drawn wide enough for masks and scales to show."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -72,14 +72,14 @@ def make(family: str, attention: str) -> Any:
     return lm.train()
 
 
-def gradients(lm: Any) -> dict[str, Any]:
+def gradients_of(lm: Any) -> dict[str, Any]:
     return {name: parameter.grad for name, parameter in lm.named_parameters() if parameter.grad is not None}
 
 
-def compare(packed: Any, alone: Any, lengths: list[int]) -> None:
+def compare_with_rows_alone(packed: Any, alone: Any, lengths: list[int]) -> None:
     tokens = torch.randint(3, 40, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
-    got = packed.base_model(
+    packed_hidden = packed.base_model(
         input_ids=tokens[None],
         position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         use_cache=False,
@@ -87,58 +87,64 @@ def compare(packed: Any, alone: Any, lengths: list[int]) -> None:
         max_length_q=max(lengths),
         seq_idx=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()[None],
     ).last_hidden_state[0]
-    rows = [alone.base_model(input_ids=own[None], use_cache=False) for own in tokens.split(lengths)]
-    want = torch.cat([row.last_hidden_state[0] for row in rows])
-    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-    weight = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
-    for hidden in (got, want):
+    rows = [alone.base_model(input_ids=sequence[None], use_cache=False) for sequence in tokens.split(lengths)]
+    expected_hidden = torch.cat([row.last_hidden_state[0] for row in rows])
+    torch.testing.assert_close(packed_hidden, expected_hidden, atol=1e-4, rtol=1e-4)
+    weight = torch.randn(expected_hidden.shape, generator=torch.Generator().manual_seed(1))
+    for hidden in (packed_hidden, expected_hidden):
         (hidden * weight).sum().backward()
-    expected = gradients(alone)
-    assert gradients(packed).keys() == expected.keys()
-    for name, gradient in gradients(packed).items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-4 * float(expected[name].abs().max()), rtol=1e-4)
+    expected_gradients = gradients_of(alone)
+    assert gradients_of(packed).keys() == expected_gradients.keys()
+    for name, gradient in gradients_of(packed).items():
+        expected = expected_gradients[name]
+        torch.testing.assert_close(gradient, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_sees_a_sequence_as_if_alone(family: str) -> None:
-    compare(make(family, packed_attention.register()), make(family, "eager"), LENGTHS)
+    compare_with_rows_alone(make_model(family, packed_attention.register()), make_model(family, "eager"), LENGTHS)
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_a_state_begins_with_its_sequence(family: str) -> None:
-    packed = make(family, packed_attention.register())
+    packed = make_model(family, packed_attention.register())
     assert install_restarts(packed) == install_restarts(packed) != []
-    compare(packed, make(family, "eager"), [9, 70, 1] if family == "qwen3_5_text" else STATE_LENGTHS)
+    lengths = [9, 70, 1] if family == "qwen3_5_text" else STATE_LENGTHS
+    compare_with_rows_alone(packed, make_model(family, "eager"), lengths)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm2"])
 def test_a_kernel_takes_the_arguments_that_a_model_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(family, packed_attention.register())
-    home, bound = sys.modules[type(model).__module__], []
+    model = make_model(family, packed_attention.register())
+    module = sys.modules[type(model).__module__]
+    called_functions = set()
 
-    def recorded(name: str, function: Any) -> Any:
+    def check_arguments(name: str, function: Any) -> Any:
         def call(*args: Any, **keywords: Any) -> Any:
             kernel = FUNCTIONS[name].kernel
             assert kernel is not None
             inspect.signature(kernel).bind(*args, **keywords | {"cu_seqlens": None})
-            bound.append(name)
+            called_functions.add(name)
             return function(*args, **keywords)
 
         return call
 
     names = install_restarts(model)
     for name in names:
-        monkeypatch.setattr(home, name, recorded(name, getattr(home, name)))
-    compare(model, make(family, "eager"), [3, 2])
-    assert set(bound) == set(names)
+        monkeypatch.setattr(module, name, check_arguments(name, getattr(module, name)))
+    compare_with_rows_alone(model, make_model(family, "eager"), [3, 2])
+    assert called_functions == set(names)
 
 
 def test_a_keyword_that_would_be_ignored_is_refused() -> None:
-    q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
+    queries = torch.randn(1, 2, 3, 8)
+    keys = torch.randn(1, 2, 3, 8)
+    values = torch.randn(1, 2, 3, 8)
     packs = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
 
     def attend(**keywords: Any) -> None:
-        packed_attention.transformers_attention(torch.nn.Identity(), q, k, v, None, **packs, **keywords)
+        module = torch.nn.Identity()
+        packed_attention.transformers_attention(module, queries, keys, values, None, **packs, **keywords)
 
     attend(position_bias=None, output_router_logits=False, use_cache=True)
     with pytest.raises(ValueError, match="Identity passes position_bias, block_size to attention, which packed"):

@@ -18,7 +18,7 @@ TENSORS = {
     "experts": torch.randn(4, 6, 3),
     "flags": torch.tensor([True, False, True]),
 }
-LAYOUT = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in TENSORS.items()]
+LAYOUT = [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in TENSORS.items()]
 
 
 def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_pa
     for writer in writers:
         writer.__exit__()
     (file,) = folder_files(tmp_path)
-    found = load_file(file)
-    assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    read_tensors = load_file(file)
+    assert read_tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(read_tensors[name], tensor) for name, tensor in TENSORS.items())
     assert sum(sums) == sum(file.read_bytes())
 
 
@@ -65,10 +65,11 @@ def test_a_box_is_as_few_runs_as_it_can_be(
 
 def test_the_digest_of_a_stream_is_that_of_the_pieces_of_its_file(tmp_path: Path) -> None:
     for size in (0, 10, PIECE, PIECE + 7):
-        data, stream = torch.arange(size, dtype=torch.uint8).numpy().tobytes(), StreamDigest()
+        content = torch.arange(size, dtype=torch.uint8).numpy().tobytes()
+        stream = StreamDigest()
         for begin in range(0, size, 10**7):
-            stream.update(memoryview(data)[begin : begin + 10**7])
-        (tmp_path / "file").write_bytes(data)
+            stream.update(memoryview(content)[begin : begin + 10**7])
+        (tmp_path / "file").write_bytes(content)
         pieces = [piece_digest(tmp_path / "file", number) for number in range(count_pieces(size))]
         assert stream.hexdigest() == join_pieces(pieces)
 
@@ -76,7 +77,8 @@ def test_the_digest_of_a_stream_is_that_of_the_pieces_of_its_file(tmp_path: Path
 def test_an_export_that_lost_bytes_on_its_way_to_the_disk_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"abc")
-    written, read = FilesWritten({}, sum(b"abc"), 0.0), PiecesRead({str(file): {0: b"digest"}}, sum(b"abc"))
+    written = FilesWritten({}, export_sum=sum(b"abc"), seconds=0.0)
+    read = PiecesRead({str(file): {0: b"digest"}}, read_sum=sum(b"abc"))
     assert join_export(tmp_path, [written], [read]) == {file: (3, join_pieces([b"digest"]))}
     with pytest.raises(OSError, match="does not hold the bytes"):
         join_export(tmp_path, [written, written], [read])

@@ -20,8 +20,8 @@ from tests.tiny_models import KINDS, Kind, make_model
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-def rewritten(folder: Path, change: dict[str, torch.Tensor]) -> Path:
-    """A real model with some tensors replaced or added; its config.json does not tell."""
+def rewrite_weights(folder: Path, change: dict[str, torch.Tensor]) -> Path:
+    """Replace or add tensors of a real model whose config.json does not tell. Return its folder."""
     from safetensors.torch import load_file
 
     save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")
@@ -56,83 +56,85 @@ def test_plain_weights_pass(tmp_path: Path, kind: Kind) -> None:
 def test_quantised_weights_are_named_where_config_json_is_silent(
     tmp_path: Path, change: dict[str, torch.Tensor], expected: str
 ) -> None:
-    folder = rewritten(make_model(tmp_path, "llama"), change)
-    for refused in (
+    folder = rewrite_weights(make_model(tmp_path, "llama"), change)
+    for read_weights in (
         lambda: check_weights(folder),
         lambda: WeightFiles(folder),
         lambda: ModelFiles.find(ModelSection(str(folder), None, False, None), tmp_path, 0),
     ):
         with pytest.raises(ModelError) as caught:
-            refused()
+            read_weights()
         assert f"{folder}/model.safetensors: {expected}" in str(caught.value)
         assert "use the checkpoint that it was quantised from" in str(caught.value)
 
 
 def test_a_scale_of_no_other_tensor_is_the_models_own(tmp_path: Path) -> None:
-    check_weights(rewritten(make_model(tmp_path, "llama"), {"model.layers.0.router.per_expert_scale": torch.ones(4)}))
+    router_scale = {"model.layers.0.router.per_expert_scale": torch.ones(4)}
+    check_weights(rewrite_weights(make_model(tmp_path, "llama"), router_scale))
 
 
-def cut(file: Path) -> None:
+def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def emptied(file: Path) -> None:
+def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
-def pointer(file: Path) -> None:
+def write_pointer(file: Path) -> None:
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n")
 
 
-def noise(file: Path) -> None:
+def write_noise(file: Path) -> None:
     file.write_bytes((20).to_bytes(8, "little") + b"[" * 20)
 
 
-def removed(file: Path) -> None:
+def remove(file: Path) -> None:
     file.unlink()
 
 
-def index_of_nothing(file: Path) -> None:
+def write_index_of_nothing(file: Path) -> None:
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
 
 
-def renamed(file: Path) -> None:
+def rename(file: Path) -> None:
     file.rename(file.with_name("mine.safetensors"))
 
 
-def pickled(file: Path) -> None:
+def rename_to_bin(file: Path) -> None:
     file.rename(file.with_name("pytorch_model.bin"))
 
 
-def index_of_files_elsewhere(file: Path) -> None:
+def write_index_of_files_elsewhere(file: Path) -> None:
     shutil.copy(file, file.parent.parent / "model.safetensors")
     weight_map = {"a": "../model.safetensors"}
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def with_header(change: dict[str, Any]) -> Any:
-    """Another entry of the first tensor in the header."""
+def damage_header(change: dict[str, Any]) -> Any:
+    """Return a function that changes the entry of the first tensor in the header. A value of None removes its key."""
 
     def damage(file: Path) -> None:
-        data = file.read_bytes()
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        name = next(each for each in header if each != "__metadata__")
-        header[name] = {key: value for key, value in {**header[name], **change}.items() if value is not None}
+        content = file.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        name = next(key for key in header if key != "__metadata__")
+        changed_entry = {**header[name], **change}
+        header[name] = {key: value for key, value in changed_entry.items() if value is not None}
         text = json.dumps(header).encode()
-        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
     return damage
 
 
-def index_of_others(file: Path) -> None:
-    """transformers would read the file, vLLM those of the index."""
+def write_index_of_others(file: Path) -> None:
+    """Add an index of another file: transformers would read the first file, vLLM that of the index."""
     shutil.copy(file, file.with_name("model-00001-of-00001.safetensors"))
     weight_map = {"a": "model-00001-of-00001.safetensors"}
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def index_of_more(file: Path) -> None:
+def write_index_of_more(file: Path) -> None:
     file.rename(file.with_name("model-00001-of-00002.safetensors"))
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -141,24 +143,33 @@ def index_of_more(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (cut, "was cut short: "),
-        (emptied, "is no safetensors file, or was cut short: 0 bytes"),
-        (pointer, "is a Git LFS pointer, not the weights; get them: git lfs pull"),
-        (noise, "is no safetensors file: its header cannot be read"),
-        (removed, "has no weights: it needs model.safetensors, or its index$"),
-        (renamed, "has no weights: mine.safetensors is there, but not named model.safetensors, nor listed in an index"),
-        (pickled, "pytorch_model.bin is there, but weights are read from safetensors only; .* save_pretrained"),
-        (with_header({"shape": None}), "in its header must have dtype, shape and data_offsets"),
-        (with_header({"dtype": ["F32"]}), "in its header has an unknown dtype; allowed: F64, "),
-        (with_header({"data_offsets": [0, float("inf")]}), "has no data_offsets of whole numbers, at least 0"),
-        (with_header({"data_offsets": [4, 8], "shape": [1]}), "in its header begins at byte 4, where 0 is next"),
-        (index_of_files_elsewhere, r"lists \.\./model\.safetensors, which is outside its folder"),
-        (index_of_nothing, "model.safetensors.index.json is no index of weights"),
+        (cut_short, "was cut short: "),
+        (empty, "is no safetensors file, or was cut short: 0 bytes"),
+        (write_pointer, "is a Git LFS pointer, not the weights; get them: git lfs pull"),
+        (write_noise, "is no safetensors file: its header cannot be read"),
+        (remove, "has no weights: it needs model.safetensors, or its index$"),
         (
-            index_of_more,
+            rename,
+            "has no weights: mine.safetensors is there, but not named model.safetensors, nor listed in an index",
+        ),
+        (
+            rename_to_bin,
+            "pytorch_model.bin is there, but weights are read from safetensors only; .* save_pretrained",
+        ),
+        (damage_header({"shape": None}), "in its header must have dtype, shape and data_offsets"),
+        (damage_header({"dtype": ["F32"]}), "in its header has an unknown dtype; allowed: F64, "),
+        (damage_header({"data_offsets": [0, float("inf")]}), "has no data_offsets of whole numbers, at least 0"),
+        (damage_header({"data_offsets": [4, 8], "shape": [1]}), "in its header begins at byte 4, where 0 is next"),
+        (write_index_of_files_elsewhere, r"lists \.\./model\.safetensors, which is outside its folder"),
+        (write_index_of_nothing, "model.safetensors.index.json is no index of weights"),
+        (
+            write_index_of_more,
             "index.json lists model-00002-of-00002.safetensors: 1 of 2 files are missing; copy or download",
         ),
-        (index_of_others, "has model.safetensors, and model.safetensors.index.json lists other files: remove the one"),
+        (
+            write_index_of_others,
+            "has model.safetensors, and model.safetensors.index.json lists other files: remove the one",
+        ),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage: Any, expected: str) -> None:
