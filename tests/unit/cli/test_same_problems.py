@@ -33,28 +33,25 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "launch", lambda *_: 0)
 
 
-def told(rlctl: Rlctl, kind: str, arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The errors of `config check`, and those of `train`."""
-    return tuple(  # type: ignore[return-value]
-        [line for line in rlctl(*words, *arguments).err.splitlines() if line.startswith("error: ")]
-        for words in (("config", "check"), ("train", kind))
-    )
+def list_errors(rlctl: Rlctl, *words: str) -> list[str]:
+    """Return the errors that a command prints."""
+    return [line for line in rlctl(*words).err.splitlines() if line.startswith("error: ")]
 
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_a_recipe_has_no_problem_for_either(rlctl: Rlctl, recipe: str) -> None:
-    """The rows of the recipes for GPUs are of a hub."""
+    """Check and plan each recipe. Recipes for GPUs have rows and models of a hub, which this machine may lack."""
     checked = rlctl("config", "check", recipe)
     planned = rlctl("train", "sft" if recipe.startswith("sft") else "grpo", recipe, "--dry-run", "run.dir=runs")
-    # Models of a hub are on one machine and not on another.
-    told_of = [line for line in checked.err.splitlines() if "not on this machine" not in line]
-    assert (checked.code, told_of, planned.code) == (0, [], 0) and "error" not in planned.err
+    notes = [line for line in checked.err.splitlines() if "not on this machine" not in line]
+    assert (checked.code, notes, planned.code) == (0, [], 0) and "error" not in planned.err
 
 
 @pytest.mark.parametrize(("kind", "overrides"), BROKEN)
 def test_a_broken_config_has_the_same_problems_for_both(rlctl: Rlctl, kind: str, overrides: list[str]) -> None:
-    checked, trained = told(rlctl, kind, [f"{kind}.recipe.yaml", *overrides])
-    assert checked == trained and len(checked) >= 2
+    errors = list_errors(rlctl, "config", "check", f"{kind}.recipe.yaml", *overrides)
+    assert len(errors) >= 2
+    assert list_errors(rlctl, "train", kind, f"{kind}.recipe.yaml", *overrides) == errors
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
@@ -72,26 +69,32 @@ def test_a_kind_alone_is_the_tiny_recipe_that_train_takes(rlctl: Rlctl, kind: st
 def test_a_bad_first_row_is_told_by_both(rlctl: Rlctl, home: Path, kind: str, row: str, overrides: list[str]) -> None:
     (home / "r1.jinja").write_text(R1)
     (home / "rows.jsonl").write_text(f"{row}\n")
-    checked, trained = told(rlctl, kind, [f"{kind}.recipe.yaml", "data.train.path=rows.jsonl", *overrides])
-    assert checked == trained and len(checked) == 1
-    assert checked[0].startswith(f"error: data: {home / 'rows.jsonl'}:1: ")
+    arguments = [f"{kind}.recipe.yaml", "data.train.path=rows.jsonl", *overrides]
+    (error,) = list_errors(rlctl, "config", "check", *arguments)
+    assert error.startswith(f"error: data: {home / 'rows.jsonl'}:1: ")
+    assert list_errors(rlctl, "train", kind, *arguments) == [error]
 
 
 def test_a_template_that_opens_thinking_refuses_a_bare_answer_before_anything_starts(rlctl: Rlctl, home: Path) -> None:
     (home / "r1.jinja").write_text(R1)
-    asked = {"role": "user", "content": "hi"}
-    chats = [[asked, {"role": "assistant", "content": text}] for text in ("<think>\nso\n</think>\n\nho", "ho")]
-    (home / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    mine = ["sft.recipe.yaml", "data.train.path=rows.jsonl", "data.chat_template=r1.jinja"]
-    (refused,) = told(rlctl, "sft", mine)[1]
-    assert "rows.jsonl:2: the chat template opens the answer of message 2 with <think>, and the message has" in refused
-    assert told(rlctl, "sft", [*mine, "data.train.limit=1"]) == ([], [])
+    question = {"role": "user", "content": "hi"}
+    rows = []
+    for text in ("<think>\nso\n</think>\n\nho", "ho"):
+        rows.append({"messages": [question, {"role": "assistant", "content": text}]})
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["sft.recipe.yaml", "data.train.path=rows.jsonl", "data.chat_template=r1.jinja"]
+    (error,) = list_errors(rlctl, "train", "sft", *arguments)
+    assert "rows.jsonl:2: the chat template opens the answer of message 2 with <think>, and the message has" in error
+    assert list_errors(rlctl, "config", "check", *arguments, "data.train.limit=1") == []
+    assert list_errors(rlctl, "train", "sft", *arguments, "data.train.limit=1") == []
 
 
 def test_a_template_that_rewrites_its_beginning_is_told_by_check_as_by_the_preview(rlctl: Rlctl, home: Path) -> None:
     (home / "unstable.jinja").write_text(UNSTABLE)
-    mine = ["sft.recipe.yaml", "data.chat_template=unstable.jinja"]
-    checked, seen = rlctl("config", "check", *mine), rlctl("data", "preview", *mine)
-    assert checked.code == seen.code == 2
+    arguments = ["sft.recipe.yaml", "data.chat_template=unstable.jinja"]
+    checked = rlctl("config", "check", *arguments)
+    assert checked.code == 2
     assert "chats.jsonl:1: the chat template is not prefix-stable at message 2" in checked.err
-    assert "the chat template is not prefix-stable at message 2" in seen.err
+    previewed = rlctl("data", "preview", *arguments)
+    assert previewed.code == 2
+    assert "the chat template is not prefix-stable at message 2" in previewed.err
