@@ -6,7 +6,7 @@ sampler, and a mixture of versions shows.
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -70,15 +70,15 @@ class FakeModel:
         if self.broken:
             raise RuntimeError("the model is broken")
         token = self.weights[0] if self.weights[0] == self.weights[1] else MIXTURE
-        ended = []
+        outputs = []
         for name, request in list(self.running.items()):
             request.tokens.append(token)
             if len(request.tokens) == request.length:
                 del self.running[name]
                 log_probs = SimpleNamespace(logprobs=[-1.0] * request.length)
                 answer = SimpleNamespace(token_ids=request.tokens, logprobs=log_probs, finish_reason="stop")
-                ended.append(SimpleNamespace(request_id=name, finished=True, outputs=[answer]))
-        return ended
+                outputs.append(SimpleNamespace(request_id=name, finished=True, outputs=[answer]))
+        return outputs
 
 
 def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> None:
@@ -158,35 +158,41 @@ class FakeWorker:
 
     lost_its_node = False
     # Every worker of a schedule, and the workers that got each request.
-    made: ClassVar[list[Any]]
-    given: ClassVar[dict[RequestId, set[int]]]
+    workers: ClassVar[list[Any]]
+    worker_ids_by_request: ClassVar[dict[RequestId, set[int]]]
 
     def __init__(self, spec: Any) -> None:
-        self.name, self.engine = spec.name, SteppedEngine()
-        self.dead = self.hangs = self.late = self.stuck = False
-        FakeWorker.made.append(self)
+        self.name = spec.name
+        self.engine = SteppedEngine()
+        self.dead = False
+        self.hangs = False
+        self.late = False
+        self.stuck = False
+        FakeWorker.workers.append(self)
 
     @staticmethod
     def forget_all() -> None:
         """Begin a run: there are no workers."""
-        FakeWorker.made, FakeWorker.given = [], defaultdict(set)
+        FakeWorker.workers = []
+        FakeWorker.worker_ids_by_request = defaultdict(set)
 
     def start(self, method: Callable[..., Any], *arguments: Any) -> "FakePending":
         return FakePending(self, method.__name__, arguments)
 
     async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Answer a call; that of `collect` when there are answers, or its patience is over."""
+        """Answer a call. `collect` waits until there are answers, or its patience is over."""
         now = asyncio.get_running_loop().time
-        begun, name = now(), method.__name__
-        while self.stuck and not self.dead and now() < begun + deadline_s:
+        called_at = now()
+        name = method.__name__
+        while self.stuck and not self.dead and now() < called_at + deadline_s:
             await asyncio.sleep(_LOOK_S)
         if self.stuck and not self.dead:
             raise WorkerTimeout(name, [self.name], deadline_s, "run.deadline_s")
         if name == "submit":
             for request in arguments[0]:
-                FakeWorker.given[request.id].add(id(self))
+                FakeWorker.worker_ids_by_request[request.id].add(id(self))
         (answer,) = FakePending(self, name, arguments).wait(deadline_s)
-        while name == "collect" and not answer.ids and now() < begun + arguments[0]:
+        while name == "collect" and not answer.ids and now() < called_at + arguments[0]:
             await asyncio.sleep(_LOOK_S)
             (answer,) = FakePending(self, name, arguments).wait(deadline_s)
         return answer
@@ -198,14 +204,14 @@ class FakeWorker:
         self.dead = True
 
     @property
-    def steps(self) -> bool:
-        """True if its engine makes steps."""
+    def makes_steps(self) -> bool:
+        """True if the engine of this worker makes steps."""
         return not self.dead and not self.hangs and not self.stuck
 
 
 @dataclass
 class FakePending:
-    """A pending call; made when a caller waits."""
+    """A pending call. The engine is called when a caller waits."""
 
     worker: FakeWorker
     method: str
@@ -226,13 +232,13 @@ class FakePending:
 
 @dataclass
 class FakeRefit:
-    """Ships the trainer's weights, for any version it is asked for. fault: draws the fate of an engine's refit.
+    """A refit that ships the trainer's weights as any version. draw_fault: draws the fate of an engine's refit.
 
-    between: called when one engine has new weights and the next has not.
+    note_progress: called when one engine has new weights and the next has not.
     """
 
-    fault: Callable[[], str]
-    between: Callable[[], None]
+    draw_fault: Callable[[], str]
+    note_progress: Callable[[], None]
     # Version of the trainer's weights.
     trainer: int = 0
     options: Any = field(default_factory=lambda: SimpleNamespace(kind="shm"))
@@ -244,21 +250,22 @@ class FakeRefit:
         pass
 
     def run(self, ends: list[EngineEnd], version: int, checks: Any = None) -> RefitReport:
-        self._ship(ends, range(len(ends)), version)
+        self._ship_weights(ends, range(len(ends)), version)
         return RefitReport(0.0)
 
     def catch_up(self, behind: list[EngineEnd], version: int) -> None:
-        self._ship(behind, range(len(behind)), version)
+        self._ship_weights(behind, range(len(behind)), version)
 
     def resend(self, ends: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        self._ship(ends, [ends.index(end) for end in (*fresh, *behind)], version)
+        places = [ends.index(end) for end in fresh + behind]
+        self._ship_weights(ends, places, version)
 
-    def _ship(self, ends: list[EngineEnd], places: Any, version: int) -> None:
-        lost: dict[int, Exception] = {}
+    def _ship_weights(self, ends: list[EngineEnd], places: Iterable[int], version: int) -> None:
+        errors: dict[int, Exception] = {}
         for place in places:
             worker: Any = ends[place].worker
-            fault = self.fault()
-            self.between()
+            fault = self.draw_fault()
+            self.note_progress()
             try:
                 if fault == "untouched":
                     raise WorkerError("refit", [Failure(worker.name, Untouched.__name__, "the wire broke", "")])
@@ -266,8 +273,8 @@ class FakeRefit:
                     raise WorkerDied("refit", [worker.name], "killed")
                 worker.engine.serve(self.trainer, Header(version, "", "all"), fault == "torn")
             except (WorkerDied, WorkerError) as error:
-                lost[place] = error
+                errors[place] = error
             except RuntimeError as error:
-                lost[place] = WorkerError("refit", [Failure(worker.name, "RuntimeError", str(error), "")])
-        if lost:
-            raise EnginesLost(lost)
+                errors[place] = WorkerError("refit", [Failure(worker.name, "RuntimeError", str(error), "")])
+        if errors:
+            raise EnginesLost(errors)

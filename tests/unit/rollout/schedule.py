@@ -3,37 +3,26 @@
 Engines die, hang, break and miss deadlines; requests are aborted and resampled; groups teach nothing and are replaced;
 rollouts have several turns, with environments that answer late or fail, or with rollout functions and several
 concurrent samples; weights change drained or in flight; the run is killed and resumed from its newest checkpoint;
-validation comes in between. After each event contracts 1, 2, 3 and 8 are looked at.
+validation comes in between. After each event contracts 1, 2, 3 and 8 are checked.
 """
 
 import asyncio
 import json
-import random
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
-from rlctl.config.grpo_schema import DynamicSamplingSection
-from rlctl.config.schema import GrpoConfig
-from rlctl.data.chat import TurnLink
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
-from rlctl.environments.messages import FunctionEnded, FunctionWaits
-from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.generation import generator_pool
 from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
-from rlctl.generation.requests import RequestId, rollout_seed
 from rlctl.generation.vllm import active_requests
-from rlctl.preflight.load import load
 from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
@@ -43,46 +32,23 @@ from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.players.function import FunctionPlayer
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
-from rlctl.rollout.types import RolloutGroup, Sampling
+from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.rollout.wait_deadline import WaitDeadline
+from tests.unit.rollout.drawn_run import DEADLINE, LONGEST, DrawnRun, WatchedEvents
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
-from tests.virtual_events import VirtualEvents
+from tests.unit.rollout.late_games import LateGames, StubChat
 
-DEADLINE, EXPLAIN = 12.0, 3.0
 ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]
 HELD_OUT = [Task(f"v{i}", [5, 9], "", None) for i in range(2)]
-# Tokens of a turn, at most.
-LONGEST = 12
-
-
-@lru_cache
-def base() -> GrpoConfig:
-    config = load("grpo", None, ["async.enabled=true", f"run.deadline_s={DEADLINE}"]).config
-    assert isinstance(config, GrpoConfig)
-    return replace(config, run=replace(config.run, explain_after_s=EXPLAIN, deadline_s=DEADLINE))
-
-
-class ContractBroken(AssertionError):
-    """A contract that a schedule found broken."""
+RIGHT = Score(1.0, {}, None, True)
+FAILED = Score(None, {}, "environment: it failed", False)
 
 
 class Killed(BaseException):
     """The driver's end in the midst of anything."""
 
 
-class WatchedEvents(VirtualEvents):
-    """Event loop that knows if time passed in one of its callbacks: it was blocked."""
-
-    blocked = False
-
-    def step(self) -> bool:
-        before = self.time
-        stepped = super().step()
-        self.blocked |= self.time != before
-        return stepped
-
-
-class Schedule:
+class Schedule(DrawnRun):
     """One run, in which everything random is drawn from one seed."""
 
     # The one that runs.
@@ -90,99 +56,67 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         Schedule.current = self
-        self.seed, self.random, self.version = seed, random.Random(seed), 0
-        draw = self.random
-        self.size, self.rollouts, self.max_age = (
-            draw.choice([1, 2, 2, 3]),
-            draw.randint(1, 2),
-            draw.choice([0, 1, 1, 2]),
-        )
-        self.engines, self.last = draw.choice([1, 2, 2, 3]), draw.choice([2, 3, 3, 4])
-        self.in_flight, self.parts = draw.random() < 0.5, draw.random() < 0.3
-        self.trouble = draw.choice([0.0, 0.01, 0.03])
-        # Share of the groups that teach nothing, and how many of a step may be replaced; 0 and 0: no filter.
-        self.share, self.max_extra = draw.choice([(0.0, 0.0), (0.3, 3.0), (0.6, 3.0), (0.6, 1.0), (0.9, 0.5)])
-        # True if rollouts are episodes of up to three turns.
-        self.episodes = draw.random() < 0.4
-        self.budget = int(self.max_extra * self.size)
-        self.config = self._config()
-        # Numbers of the groups that ended, by the step of their end; and of the filtered groups.
-        self.ended: dict[int, int] = {}
-        self.filtered: set[int] = set()
-        # Numbers of the groups that teach nothing and were scored when the budget was used up.
-        self.kept: set[int] = set()
-        # Task ids of the draws so far; a resume draws the same.
-        self.numbers: dict[str, int] = {}
+        super().__init__(seed)
         self.scoring_hangs = False
-        self.syncing = False
         self.saved: Any = None
         self.files: dict[str, Any] = {}
-
-    def _config(self) -> GrpoConfig:
-        config, draw = base(), self.random
-        sampling = DynamicSamplingSection("rewards" if self.share else None, self.max_extra)
-        sizes = {"num_steps": self.last, "num_prompts_per_step": self.size, "num_generations_per_prompt": self.rollouts}
-        asynchronous = replace(
-            config.async_,
-            enabled=self.max_age > 0,
-            max_trajectory_age_steps=self.max_age,
-            policy=draw.choice(["windowed_fifo", "in_order", "ready_first"]),
-            on_bound=draw.choice(["wait", "requeue"]),
-            in_flight_weight_updates=self.in_flight,
-        )
-        generation = replace(config.generation, max_generation_failures=draw.randint(0, 2), max_new_tokens=LONGEST)
-        return replace(
-            config,
-            grpo=replace(config.grpo, dynamic_sampling=sampling, **sizes),
-            async_=asynchronous,
-            generation=generation,
-        )
 
     def run(self) -> None:
         """Run to the last step through all events, and check the outcome of every task."""
         while True:
             try:
                 self.start()
-                self.steps()
+                self.make_steps()
                 break
             except Killed:
                 self.files = dict(self.saved[2]) if self.saved else {}
             except RuntimeError as error:
                 # Only a reward that hangs, engines that die too often, or two with the same failure before their first
                 # token end a run; each is named.
-                if "were sampled" in str(error) or not self.ends_explained(str(error)):
+                if "were sampled" in str(error) or not self.is_expected_end(str(error)):
                     raise
                 self.scoring_hangs = False
-        numbers, left = set(self.ended), self.groups()
-        active = {group["number"] for group in left}
-        self.demand(len(numbers - self.filtered) == self.last * self.size, 2, f"{len(numbers)} groups ended")
-        self.demand(not numbers & active and numbers | active == set(range(self.drawn)), 2, "a task is lost")
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Check that every task ended or waits for a further step, and that nothing runs once the buffer is closed."""
+        ended = set(self.ended)
+        waiting_groups = self.list_groups()
+        waiting = {group["number"] for group in waiting_groups}
+        num_trained = len(ended - self.filtered)
+        self.demand(num_trained == self.num_steps * self.prompts_per_step, 2, f"{len(ended)} groups ended")
+        has_all = ended | waiting == set(range(self.num_drawn))
+        self.demand(not ended & waiting and has_all, 2, "a task is lost")
         # Without a filter nothing is drawn that no step needs.
-        waits = {group["state"] for group in left}
-        self.demand(not waits or (bool(self.share) and waits == {"deferred"}), 2, f"{waits} are left")
+        states = {group["state"] for group in waiting_groups}
+        is_put_off = bool(self.useless_share) and states == {"deferred"}
+        self.demand(not states or is_put_off, 2, f"{states} are left")
         self.trouble = 0.0
         self.buffer.close()
         while self.events.step() or self.events.work():
             pass
         self.events.check()
-        self.demand(not (tasks := asyncio.all_tasks(self.events.loop)), 2, f"nobody waits for {tasks}")
+        tasks = asyncio.all_tasks(self.events.loop)
+        self.demand(not tasks, 2, f"nobody waits for {tasks}")
 
-    def ends_explained(self, text: str) -> bool:
-        used_up = "generation.max_restarts" in text or "cannot sample, as the one before it" in text
-        stuck = self.scoring_hangs and "nothing was sampled or scored" in text and "to score" in text
-        return used_up or stuck
+    def is_expected_end(self, text: str) -> bool:
+        """Return True if an error names a cause that may end a run."""
+        is_used_up = "generation.max_restarts" in text or "cannot sample, as the one before it" in text
+        is_stuck = self.scoring_hangs and "nothing was sampled or scored" in text and "to score" in text
+        return is_used_up or is_stuck
 
     def start(self) -> None:
         """Begin, or begin again from the newest checkpoint."""
         FakeWorker.forget_all()
-        self.events = WatchedEvents(self.event, self.random)
-        self.heard = self.explained = 0.0
-        spec = SimpleNamespace(
+        self.events = WatchedEvents(self.let_event_happen, self.random)
+        self.news_at = 0.0
+        self.explained_at = 0.0
+        spec: Any = SimpleNamespace(
             kind="vllm", tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1
         )
-        slots, restarts = [EngineSlot({})] * self.engines, self.random.choice([2, 50])
-        arguments: Any = (spec, slots, "", DEADLINE, restarts, self.emit)
-        self.pool, self.refit = GeneratorPool(*arguments), FakeRefit(self.refit_fault, self.engines_go_on)
+        slots = [EngineSlot({})] * self.num_engines
+        self.pool = GeneratorPool(spec, slots, "", DEADLINE, self.random.choice([2, 50]), self.emit)
+        self.refit = FakeRefit(self.draw_refit_fault, self.let_engines_go_on)
         refit: Any = self.refit
         self.pool.connect(refit)
         self.source = self.make_source()
@@ -193,8 +127,15 @@ class Schedule:
         self.sync(self.version)
         self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.events)
         self.runner = RolloutRunner(self.make_player(), self.dispatcher)
-        parts = (self.config, self.source, self.dispatcher, self.runner, self.score, self.emit)
-        self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing)
+        self.buffer = RolloutBuffer(
+            config=self.config,
+            source=self.source,
+            dispatcher=self.dispatcher,
+            runner=self.runner,
+            score=self.score,
+            emit=self.emit,
+            teaches_nothing=self.find_uselessness,
+        )
         self.ended = {number: step for number, step in self.ended.items() if step < self.version}
         self.filtered &= set(self.ended)
         if self.saved:
@@ -208,10 +149,10 @@ class Schedule:
 
     def make_player(self) -> Any:
         """Return the player of the rollouts."""
-        if not self.episodes:
+        if not self.plays_episodes:
             return SingleTurnPlayer()
         self.games = LateGames(self.random, self.trouble, self.events)
-        limits = EpisodeLimits(3, 40, 1e9, 1, "keep")
+        limits = EpisodeLimits(max_turns=3, max_length=40, timeout_s=1e9, max_retries=1, history="keep")
         contract = EnvironmentContract("Game", [], True, True, [], [])
         games: Any = self.games
         chat: Any = StubChat()
@@ -219,56 +160,46 @@ class Schedule:
             return FunctionPlayer(games, chat, limits)
         return EnvironmentPlayer(games, {"game": contract}, chat, limits, None)
 
-    def steps(self) -> None:
-        while self.version < self.last:
+    def make_steps(self) -> None:
+        while self.version < self.num_steps:
             self.buffer.admit(self.version)
             groups: list[RolloutGroup] = []
-            while self.parts and (part := self.buffer.take_part(self.version, 6, span)):
+            while self.takes_parts and (part := self.buffer.take_part(self.version, 6, open_span)):
                 groups += part
-            groups += self.buffer.take(self.version, span)
-            self.look_at_trained(groups)
+            groups += self.buffer.take(self.version, open_span)
+            self.check_trained(groups)
             # The optimizer's step: the trainer has new weights, and the engines go on meanwhile.
             self.refit.trainer += 1
             for _ in range(self.random.randint(0, 2)):
-                self.event()
-            if not self.in_flight:
-                self.buffer.drain(span)
+                self.let_event_happen()
+            if not self.is_in_flight:
+                self.buffer.drain(open_span)
             self.sync(self.version + 1)
-            replaced = [group["number"] for group in self.groups() if group["state"] == "filtered"]
-            for number in [self.number(group) for group in groups] + replaced:
-                self.demand(number not in self.ended, 2, f"group {number} ends twice")
-                self.ended[number] = self.version
-            self.filtered |= set(replaced)
-            self.version += 1
-            self.credit = min(self.budget * (self.max_age + 1), self.credit + self.budget)
-            self.buffer.advance(self.version)
-            self.look_at_waste(replaced)
-            self.look()
+            self.end_step(groups)
             if self.random.random() < 0.2:
                 self.validate()
             if self.random.random() < 0.5:
                 self.save()
 
-    def number(self, group: RolloutGroup) -> int:
-        """Number of a group's draw: no two draws have the same task."""
-        for number in range(len(self.numbers), self.drawn):
-            self.numbers[self.source.row_at(number).id] = number
-        number = self.numbers[group.task.id]
-        is_drawn = number < self.drawn and self.source.row_at(number) == group.task
-        self.demand(is_drawn, 2, f"{group.task.id} was not drawn")
-        return number
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the groups as a checkpoint has them, in the order of their numbers."""
-        state, _ = self.buffer.snapshot()
-        found: list[dict[str, Any]] = state["groups"]["groups"]
-        return sorted(found, key=lambda group: int(group["number"]))
+    def end_step(self, groups: list[RolloutGroup]) -> None:
+        """Note the groups that a step trained or replaced, and let the buffer go on to the next step."""
+        replaced = [group["number"] for group in self.list_groups() if group["state"] == "filtered"]
+        for number in [self.find_number(group) for group in groups] + replaced:
+            self.demand(number not in self.ended, 2, f"group {number} ends twice")
+            self.ended[number] = self.version
+        self.filtered |= set(replaced)
+        self.version += 1
+        self.credit = min(self.budget * (self.max_age + 1), self.credit + self.budget)
+        self.buffer.advance(self.version)
+        self.check_waste(replaced)
+        self.check_contracts()
 
     def sync(self, version: int) -> None:
-        self.syncing = True
+        self.is_syncing = True
         self.pool.sync(version)
-        self.syncing = False
-        self.demand(all(worker.engine.version == version for worker in self.live()), 3, "an engine is behind")
+        self.is_syncing = False
+        is_synced = all(worker.engine.version == version for worker in self.list_live_workers())
+        self.demand(is_synced, 3, "an engine is behind")
 
     def save(self) -> None:
         state, write = self.buffer.snapshot()
@@ -279,301 +210,117 @@ class Schedule:
         sampling = Sampling("validation", 0, len(HELD_OUT), 2, LONGEST, 1.0)
         groups = self.dispatcher.sample(self.runner, sampling, HELD_OUT, self.version)
         self.demand([group.task for group in groups] == HELD_OUT, 2, "validation got other answers")
-        tokens = [one.sampled_tokens for group in groups for one in group.rollouts]
-        self.demand(all((each == self.version).all() for each in tokens), 3, "validation mixes versions")
-        self.demand(all(len(group.rollouts) == 2 for group in groups), 2, "validation lost a rollout")
+        for group in groups:
+            for rollout in group.rollouts:
+                has_version = (rollout.sampled_tokens == self.version).all()
+                self.demand(bool(has_version), 3, "validation mixes versions")
+            self.demand(len(group.rollouts) == 2, 2, "validation lost a rollout")
 
     # Events while somebody waits.
 
-    def event(self) -> None:
+    def let_event_happen(self) -> None:
         luck = self.random.random()
-        if self.episodes:
+        if self.plays_episodes:
             self.games.answer()
         if luck < self.trouble:
-            self.fault()
+            self.cause_fault()
         elif luck < 0.25:
-            self.rewards_go_on()
+            self.let_rewards_go_on()
         elif luck < 0.45:
-            self.engines_step()
+            self.step_engines()
         else:
-            self.a_while_passes()
-        self.loop_goes_on(8)
-        self.look()
+            self.let_time_pass()
+        self.let_loop_go_on(8)
+        self.check_contracts()
 
-    def rewards_go_on(self) -> None:
+    def let_rewards_go_on(self) -> None:
         if not self.scoring_hangs:
             self.events.work()
 
-    def engines_step(self) -> None:
-        for worker in self.live():
+    def step_engines(self) -> None:
+        for worker in self.list_live_workers():
             if self.random.random() < 0.7:
                 worker.engine.step()
 
-    def a_while_passes(self) -> None:
+    def let_time_pass(self) -> None:
         self.events.time += 1.0
-        for worker in self.live():
+        for worker in self.list_live_workers():
             worker.engine.step()
-        self.rewards_go_on()
-        self.loop_goes_on(80)
+        self.let_rewards_go_on()
+        self.let_loop_go_on(80)
 
-    def loop_goes_on(self, most: int) -> None:
-        for _ in range(self.random.randint(0, most)):
+    def let_loop_go_on(self, max_steps: int) -> None:
+        for _ in range(self.random.randint(0, max_steps)):
             if not self.events.step():
                 return
 
-    def fault(self) -> None:
-        worker, what = self.random.choice(FakeWorker.made), self.random.random()
-        if what < 0.25:
+    def cause_fault(self) -> None:
+        worker = self.random.choice(FakeWorker.workers)
+        luck = self.random.random()
+        if luck < 0.25:
             worker.dead = True
-        elif what < 0.4:
+        elif luck < 0.4:
             worker.hangs = True
-        elif what < 0.5:
+        elif luck < 0.5:
             worker.stuck = True
-        elif what < 0.65:
+        elif luck < 0.65:
             worker.late = True
-        elif what < 0.8:
+        elif luck < 0.8:
             worker.engine.model.broken = True
-        elif what < 0.85:
+        elif luck < 0.85:
             self.scoring_hangs = True
         else:
             raise Killed
 
-    def engines_go_on(self) -> None:
-        """In the midst of a sync: some engines have the new weights."""
+    def let_engines_go_on(self) -> None:
+        """Step engines in the midst of a sync: some have the new weights."""
         if self.pool.version >= 0:
-            self.engines_step()
-            self.look()
+            self.step_engines()
+            self.check_contracts()
 
-    def refit_fault(self) -> str:
+    def draw_refit_fault(self) -> str:
         return self.random.choice(["torn", "untouched"]) if self.random.random() < self.trouble else ""
 
-    def live(self) -> list[Any]:
-        workers: list[Any] = self.pool.engines
-        return [worker for worker in workers if worker.steps]
+    # What the buffer calls.
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        scores = {True: Score(1.0, {}, None, True), False: Score(None, {}, "environment: it failed", False)}
-        return [
-            replace(group, rollouts=[replace(one, score=scores[bool(one.rows)]) for one in group.rollouts])
-            for group in groups
-        ]
+        return [replace(group, rollouts=[add_score(rollout) for rollout in group.rollouts]) for group in groups]
 
-    def nothing(self, number: int) -> bool:
-        """Return True if a group teaches nothing."""
-        return random.Random(f"{self.seed} {number}").random() < self.share
-
-    def teaches_nothing(self, group: RolloutGroup) -> str | None:
+    def find_uselessness(self, group: RolloutGroup) -> str | None:
+        """Return the reason if a group teaches nothing, as `teaches_nothing` of the buffer."""
         number = group.rollouts[0].id.group
-        if not self.nothing(number):
+        if not self.is_useless(number):
             return None
         if self.credit:
             self.credit -= 1
         else:
-            self.kept.add(number)
+            self.unreplaced.add(number)
         return "nothing"
 
     def emit(self, kind: str, **fields: Any) -> None:
         if "s without a new group" in fields.get("what", ""):
-            self.explained = self.events.time
-
-    # The contracts.
-
-    def demand(self, kept: bool, contract: int, what: str) -> None:
-        if not kept:
-            raise ContractBroken(f"contract {contract} in schedule {self.seed}: {what}")
-
-    @property
-    def drawn(self) -> int:
-        return self.source.cursor.position
-
-    def look(self) -> None:
-        """After each event."""
-        active = sum(self.buffer.occupancy().values())
-        most = (self.max_age + 1) * self.size if self.max_age else self.size + self.budget
-        self.demand(active <= most, 1, "more groups than the bound allows")
-        self.demand(len(self.groups()) + len(self.ended) >= self.drawn, 2, "a task is lost")
-        for worker in self.live():
-            self.demand(worker.engine.is_whole(), 3, f"{worker.name} serves a mixture")
-            expected = {self.pool.version, self.pool.version + 1} if self.syncing else {self.pool.version}
-            # One that is being rebuilt has no weights yet, and no request.
-            expected |= set() if worker.engine.active else {-1}
-            self.demand(worker.engine.version in expected, 3, f"{worker.name} serves {worker.engine.version}")
-        self.demand(not self.events.blocked, 8, "the event loop is blocked")
-        self.look_at_loads()
-        self.look_at_wait()
-
-    def look_at_loads(self) -> None:
-        """The tokens that are counted ahead of an engine are those of its turns."""
-        for engine in self.dispatcher.engines():
-            turns = engine.sampling + engine.aborting
-            least = turns if self.episodes else LONGEST * turns
-            self.demand(least <= engine.load <= LONGEST * turns, 2, f"{engine.load} tokens are ahead of {turns} turns")
-
-    def look_at_wait(self) -> None:
-        """A wait in which nothing comes is explained, and ends at its deadline."""
-        news = max(self.runner.last_step, self.heard)
-        silence, explained = self.events.time - news, self.explained > news
-        # An abort waits 5 s for engines, and whatever comes between two waits takes a while too.
-        self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
-        # An engine that does nothing has a deadline, and so has its replacement.
-        self.demand(silence <= 4 * DEADLINE, 8, f"a wait of {silence} s does not end")
-
-    def look_at_trained(self, groups: list[RolloutGroup]) -> None:
-        self.demand(len(groups) == self.size, 2, f"{len(groups)} groups in a step")
-        self.look_at_chosen({self.number(group): bool(group.rollouts) for group in groups})
-        records = {record["number"]: record for record in self.groups()}
-        for group in groups:
-            if not group.rollouts:
-                continue
-            record = records[self.number(group)]
-            self.demand(len(group.rollouts) == self.rollouts, 2, "a rollout is missing")
-            for index, one in enumerate(group.rollouts):
-                ids = (one.id.index, one.id.group, one.id.attempt)
-                self.demand(ids == (index, record["number"], record["attempt"]), 2, "a rollout of another group")
-                self.look_at_engines(RequestId(one.id))
-                self.demand(rollout_seed(0, one.id, self.size) >= 0 and one.score is not None, 2, "not scored")
-                tokens, versions = one.sampled_tokens.tolist(), one.sampled_versions.tolist()
-                self.demand(tokens == versions, 3, "tokens are said to be of another version")
-                if not one.rows:
-                    self.demand(one.episode is not None and one.episode.ending == "failed", 2, "nothing was sampled")
-                    continue
-                age = self.version - min(tokens)
-                self.demand(0 <= age <= self.max_age, 1, f"trained at age {age}")
-                turns = {*np.concatenate([row.turns[row.sampled] for row in one.rows]).tolist()}
-                self.demand(turns == set(range(one.episode.turns if one.episode else 1)), 2, "a turn is missing")
-                mixed = any(
-                    len(set(row.tokens[row.turns == turn].tolist())) > 1 for row in one.rows for turn in range(3)
-                )
-                self.demand(self.in_flight or not mixed, 3, "drained, yet a turn is of two versions")
-
-    def look_at_engines(self, first: RequestId) -> None:
-        """A rollout goes from engine to engine no more often than its group may fail."""
-        # An episode that is played again, and a group that was put off, make the same request again.
-        if self.max_age and not self.episodes:
-            engines, most = len(FakeWorker.given[first]), self.config.generation.max_generation_failures
-            self.demand(engines <= most + 1, 2, f"{engines} engines sampled {first}, which may fail {most} times")
-
-    def look_at_chosen(self, taken: dict[int, bool]) -> None:
-        """Look at who trains. taken: number of each group of the step -> whether it has rollouts."""
-        if self.max_age:
-            useless = {number for number, sampled in taken.items() if sampled and self.nothing(number)}
-            self.demand(useless <= self.kept, 2, f"groups {useless - self.kept} take places, and budget is left")
-            return
-        # In a synchronous run: the first in the order of their draws.
-        expected, replaced = list[int](), 0
-        for number in (group["number"] for group in self.groups()):
-            if self.nothing(number) and taken.get(number, True) and replaced < self.budget:
-                replaced += 1
-            else:
-                expected.append(number)
-        self.demand(sorted(taken) == expected[: self.size], 2, f"{sorted(taken)} train in place of {expected}")
-        sampling = sum(each.sampling + each.aborting for each in self.dispatcher.engines() if each.is_live)
-        pending = "; 0 rollouts not begun" in self.dispatcher.describe()
-        self.demand(not sampling and pending, 2, f"a step that is over has rollouts: {self.dispatcher.describe()}")
-
-    def look_at_waste(self, replaced: list[int]) -> None:
-        """Check the step's record of replaced groups."""
-        waste = self.buffer.waste()
-        told = [(group.task, reason) for group, reason in waste.filtered]
-        expected = [(self.source.row_at(number), "nothing") for number in replaced]
-        self.demand(told == expected, 2, f"{told} were replaced")
-        most = self.budget * (self.max_age + self.version)
-        self.demand(len(self.filtered) <= most, 2, f"{len(self.filtered)} groups were replaced in {self.version} steps")
-        self.demand(not (waste.surplus and self.max_age), 2, "an asynchronous run puts groups off")
+            self.explained_at = self.events.time
 
 
-class StubChat:
-    """`Chat`, as far as a player touches it: every prompt and every answer of the environment is a token or two."""
-
-    ends = SimpleNamespace(stops=())
-    template = None
-
-    def prompt(self, messages: Any, tools: Any) -> SimpleNamespace:
-        return SimpleNamespace(tokens=[5, 9], spelled=[])
-
-    def find_spelled(self, messages: Any) -> list[str]:
-        return []
-
-    def turn_text(self, tokens: Any) -> str:
-        return "said"
-
-    def link(self, messages: Any, added: Any, tools: Any) -> TurnLink:
-        return TurnLink([], [8])
+def add_score(rollout: Rollout) -> Rollout:
+    """Return a rollout with its score: one without rows has failed."""
+    return replace(rollout, score=RIGHT if rollout.rows else FAILED)
 
 
-class LateGames:
-    """Environments in this process that answer late, in any order, and may fail."""
-
-    def __init__(self, draw: random.Random, trouble: float, events: VirtualEvents) -> None:
-        self.random, self.trouble, self.events = draw, trouble, events
-        self.asked: list[tuple[Future[Any], Any]] = []
-        # By episode: answers taken by a function, answers reported, and an open action.
-        self.calls: dict[Any, list[Any]] = {}
-
-    def key_of(self, row: Any) -> str:
-        return "game"
-
-    def reset(self, episode: Any, row: Any, seed: int) -> "Future[Any]":
-        return self._later([{"role": "user", "content": "play"}])
-
-    def step(self, episode: Any, message: str) -> "Future[Any]":
-        return self._later(self.random.choice(["more", "more", None]))
-
-    def reward(self, episode: Any, columns: Any = None) -> "Future[Any]":
-        return self._later(1.0)
-
-    def check(self) -> None:
-        """Nothing goes wrong in this process."""
-
-    def close(self, episode: Any) -> None:
-        pass
-
-    # A rollout function: two samples side by side, and one more when it has both.
-
-    def begin(self, episode: Any, task: Any, seed: int) -> "Future[Any]":
-        self.calls[episode] = [0, 0, None]
-        return self._later(FunctionWaits([[5, 9], [5, 9]], 0))
-
-    def resume(self, episode: Any, answers: list[Any], *, waits: bool) -> "Future[Any]":
-        call = self.calls[episode]
-        if call[2]:
-            call[2].set_result(FunctionWaits([], call[0] - call[1]))
-            call[1:] = call[0], None
-        call[0] += len(answers)
-        news = call[0] - call[1]
-        if answers and call[0] >= 2:
-            call[1] = call[0]
-            has_ended = call[0] == 3
-            return self._later(FunctionEnded(news, 1.0) if has_ended else FunctionWaits([[5, 9, 8]], news))
-        call[2] = Future()
-        opened: Future[Any] = call[2]
-        return opened
-
-    def answer(self) -> None:
-        """Answer some requests."""
-        for _ in range(min(len(self.asked), self.random.randint(0, 6))):
-            future, answer = self.asked.pop(self.random.randrange(len(self.asked)))
-            fails = self.random.random() < 3 * self.trouble
-            future.set_result(EnvironmentFailure("died", "its process ended") if fails else answer)
-
-    def _later(self, answer: Any) -> "Future[Any]":
-        self.asked.append((Future(), answer))
-        return self.asked[-1][0]
+def draw_length(seed: int) -> int:
+    """Return the number of tokens of an answer: one in eleven is long."""
+    length = 1 + seed % 7
+    return length + 12 if seed % 11 == 0 else length
 
 
-def length(seed: int) -> int:
-    """Tokens of an answer: one in eleven is long."""
-    return 1 + seed % 7 + (seed % 11 == 0) * 12
-
-
-def span(why: str) -> Any:
+def open_span(name: str) -> Any:
     return nullcontext()
 
 
-def heard(self: WaitDeadline) -> None:
+def note_news(deadline: WaitDeadline) -> None:
     """Note that something came, as the wait does."""
-    Schedule.current.heard = Schedule.current.events.time
-    note_progress(self)
+    Schedule.current.news_at = Schedule.current.events.time
+    note_progress(deadline)
 
 
 note_progress = WaitDeadline.note_progress
@@ -589,8 +336,8 @@ def fakes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator_pool, "Worker", FakeWorker)
-        patch.setattr(WaitDeadline, "note_progress", heard)
-        answer(patch, lambda request: length(request.seed))
+        patch.setattr(WaitDeadline, "note_progress", note_news)
+        answer(patch, lambda request: draw_length(request.seed))
         patch.setattr(active_requests, "GATHER_S", 0.0)
         patch.setattr(buffer, "save_groups", save)
         patch.setattr(buffer, "load_groups", lambda folder: dict(files.get(str(folder), {})))

@@ -14,41 +14,45 @@ from rlctl.run.checkpoints import EarlierVersion
 from tests.turns import turn
 
 
-def rollout(group: int, index: int, length: int, version: int, score: Score | None) -> Rollout:
+def make_rollout(group: int, index: int, length: int, version: int, score: Score | None) -> Rollout:
     numbers = np.arange(length, dtype=np.int32)
     log_probs = (-numbers / 3).astype(np.float32)
     completion = Completion(numbers, log_probs, np.full(length, version, np.int32), "length")
-    whole = Rollout.from_turn(turn(group, index, [9] * group), completion)
-    return replace(whole, score=score)
+    sampled = Rollout.from_turn(turn(group, index, [9] * group), completion)
+    return replace(sampled, score=score)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    right, failed = Score(1.0, {"exact": 1.0}, None, True), Score(None, {"exact": None}, "exact: raised", False)
+    right = Score(1.0, {"exact": 1.0}, None, True)
+    failed = Score(None, {"exact": None}, "exact: raised", False)
     groups = {
-        7: [rollout(7, 0, 3, 1, right), rollout(7, 1, 5, 2, right)],
-        9: [rollout(9, 0, 1, 4, failed)],
+        7: [make_rollout(7, 0, 3, 1, right), make_rollout(7, 1, 5, 2, right)],
+        9: [make_rollout(9, 0, 1, 4, failed)],
         11: [],
     }
     save_groups(tmp_path, groups)
     loaded = load_groups(tmp_path)
     assert list(loaded) == [7, 9, 11]
     for number, rollouts in groups.items():
-        for one, other in zip(rollouts, loaded[number], strict=True):
-            assert (one.id, one.finish, one.score) == (other.id, other.finish, other.score)
+        for saved_rollout, loaded_rollout in zip(rollouts, loaded[number], strict=True):
+            for name in ("id", "finish", "score"):
+                assert getattr(saved_rollout, name) == getattr(loaded_rollout, name)
             for name in ("tokens", "sampled", "log_probs", "versions"):
-                mine, theirs = getattr(one, name), getattr(other, name)
-                assert mine.dtype == theirs.dtype
-                assert np.array_equal(mine, theirs)
+                saved_array = getattr(saved_rollout, name)
+                loaded_array = getattr(loaded_rollout, name)
+                assert saved_array.dtype == loaded_array.dtype
+                assert np.array_equal(saved_array, loaded_array)
 
 
 def test_an_episode_keeps_its_rows_its_conversation_and_its_failure(tmp_path: Path) -> None:
-    one, other = rollout(1, 0, 3, 1, None), rollout(1, 1, 5, 2, None)
-    said = [{"role": "user", "content": "1-9="}, {"role": "assistant", "content": "7 \u00fc"}]
-    played = PlayedEpisode(said, 1, "done", 2, {"right": 1.0}, None, 1, 0.25, 3, 1)
+    played_rollout = make_rollout(1, 0, 3, 1, None)
+    failed_rollout = make_rollout(1, 1, 5, 2, None)
+    messages = [{"role": "user", "content": "1-9="}, {"role": "assistant", "content": "7 \u00fc"}]
+    played = PlayedEpisode(messages, 1, "done", 2, {"right": 1.0}, None, 1, 0.25, 3, 1)
     failed = PlayedEpisode([], 0, "failed", 0, None, "died: its process ended", 3, 1.5, 0, 0)
     episodes = [
-        replace(one, rows=(one.rows[0], other.rows[0]), episode=played),
-        replace(other, rows=(), episode=failed),
+        replace(played_rollout, rows=(played_rollout.rows[0], failed_rollout.rows[0]), episode=played),
+        replace(failed_rollout, rows=(), episode=failed),
     ]
     save_groups(tmp_path, {3: episodes})
     (first, second) = load_groups(tmp_path)[3]

@@ -12,38 +12,50 @@ from rlctl.generation.requests import TurnRequest
 from tests.unit.rollout.fake_engine import answer
 from tests.unit.rollout.schedule import Schedule, fakes
 
-STEPS, PROMPTS = 100, 6
+STEPS = 100
+PROMPTS = 6
+ROWS_PER_SOURCE = 11
 WEIGHTS = {"fast": 3.0, "slow": 2.0, "rare": 0.5}
-TASKS = [
-    Task(f"r{i}", [1], "", None, source=name) for i, name in enumerate(name for name in WEIGHTS for _ in range(11))
-]
+TASKS: list[Task] = []
+for source_name in WEIGHTS:
+    for _ in range(ROWS_PER_SOURCE):
+        TASKS.append(Task(f"r{len(TASKS)}", [1], "", None, source=source_name))
 
 
-class Mixed(Schedule):
+class MixedSchedule(Schedule):
     """A run without trouble over three sources."""
 
     def __init__(self, seed: int, max_age: int) -> None:
         super().__init__(seed)
-        self.size, self.rollouts, self.max_age, self.engines, self.last = PROMPTS, 1, max_age, 2, STEPS
-        self.trouble, self.share, self.max_extra, self.budget = 0.0, 0.0, 0.0, 0
-        self.config = self._config()
-        self.trained: Counter[str] = Counter()
+        self.prompts_per_step = PROMPTS
+        self.rollouts_per_group = 1
+        self.max_age = max_age
+        self.num_engines = 2
+        self.num_steps = STEPS
+        self.trouble = 0.0
+        self.useless_share = 0.0
+        self.max_extra = 0.0
+        self.budget = 0
+        self.config = self.make_config()
+        self.trained_sources: Counter[str] = Counter()
 
     def make_source(self) -> TaskSource:
-        return TaskSource(TASKS, MixedCursor(dict.fromkeys(WEIGHTS, 11), list(WEIGHTS.values()), 1, True))
+        rows = dict.fromkeys(WEIGHTS, ROWS_PER_SOURCE)
+        return TaskSource(TASKS, MixedCursor(rows, list(WEIGHTS.values()), 1, True))
 
-    def event(self) -> None:
-        self.a_while_passes()
+    def let_event_happen(self) -> None:
+        self.let_time_pass()
 
     def validate(self) -> None:
         pass
 
-    def look_at_trained(self, groups: list[Any]) -> None:
-        super().look_at_trained(groups)
-        self.trained.update(group.task.source for group in groups)
+    def check_trained(self, groups: list[Any]) -> None:
+        super().check_trained(groups)
+        self.trained_sources.update(group.task.source for group in groups)
 
 
-def length_by_source(request: TurnRequest) -> int:
+def find_length(request: TurnRequest) -> int:
+    """Return the number of tokens of an answer, by the source of its task."""
     row = int(request.id.rollout.task.partition("-r")[2])
     return 20 if TASKS[row].source == "slow" else 1
 
@@ -53,9 +65,10 @@ def test_realised_shares_are_within_one_percent_though_a_source_is_twenty_times_
     max_age: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fakes():
-        answer(monkeypatch, length_by_source)
-        run = Mixed(3, max_age)
-        run.run()
-    assert sum(run.trained.values()) == STEPS * PROMPTS
-    for name, weight in WEIGHTS.items():
-        assert run.trained[name] / (STEPS * PROMPTS) == pytest.approx(weight / sum(WEIGHTS.values()), abs=0.01)
+        answer(monkeypatch, find_length)
+        schedule = MixedSchedule(3, max_age)
+        schedule.run()
+    assert sum(schedule.trained_sources.values()) == STEPS * PROMPTS
+    for source, weight in WEIGHTS.items():
+        share = schedule.trained_sources[source] / (STEPS * PROMPTS)
+        assert share == pytest.approx(weight / sum(WEIGHTS.values()), abs=0.01)

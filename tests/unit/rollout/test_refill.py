@@ -23,8 +23,8 @@ def test_it_begins_what_is_missing_at_least_and_no_more_than_the_budget(
         rule.note_step(filtered, filtered + taught)
     for ready in range(size + 1):
         for filtered in range(rule.budget + 1):
-            most = size + rule.budget - filtered
-            assert min(size, most) <= rule.in_flight(filtered, ready) <= most
+            upper_bound = size + rule.budget - filtered
+            assert min(size, upper_bound) <= rule.in_flight(filtered, ready) <= upper_bound
 
 
 def test_before_anything_was_filtered_it_begins_one_for_one() -> None:
@@ -41,84 +41,96 @@ def test_it_expects_the_share_of_the_last_steps_and_less_of_it_as_places_fill() 
     assert rule.in_flight(6, 4) < rule.in_flight(0, 0)
     assert rule.in_flight(15, 10) == 10
     assert rule.in_flight(29, 0) == 10 + 30 - 29
-    again = RefillRule(10, 3.0)
-    again.load_state_dict(rule.state_dict())
-    assert again.in_flight(3, 2) == rule.in_flight(3, 2)
+    resumed = RefillRule(10, 3.0)
+    resumed.load_state_dict(rule.state_dict())
+    assert resumed.in_flight(3, 2) == rule.in_flight(3, 2)
     assert len(rule.state_dict()) == STEPS
 
 
-def table(size: int, budget: int, numbers: int) -> GroupTable:
-    found = GroupTable(StalenessRule(size, 0, "windowed_fifo", 0.3), budget)
-    found.admit({number: Task(f"t{number}", [1], "", None) for number in range(numbers)}, 0)
-    return found
+def make_task(number: int) -> Task:
+    return Task(f"t{number}", [1], "", None)
 
 
-def end(groups: GroupTable, number: int, nothing: bool) -> None:
+def make_table(size: int, budget: int, count: int) -> GroupTable:
+    """Return the table of a synchronous run that has admitted `count` groups."""
+    groups = GroupTable(StalenessRule(size, 0, "windowed_fifo", 0.3), budget)
+    groups.admit({number: make_task(number) for number in range(count)}, 0)
+    return groups
+
+
+def list_in_state(groups: GroupTable, state: GroupState) -> list[int]:
+    return [group.number for group in groups.in_state(state)]
+
+
+def end_group(groups: GroupTable, number: int, *, is_useless: bool) -> None:
     groups[number].rollouts = {0: Rollout(turn(number).id.rollout, [], "stop")}
     groups.mark_sampled(number)
-    groups.mark_scored(number, "nothing" if nothing else None)
+    groups.mark_scored(number, "nothing" if is_useless else None)
 
 
 @given(st.integers(1, 4), st.integers(0, 6), st.lists(st.booleans(), min_size=10, max_size=10), st.randoms())
 def test_a_synchronous_step_takes_the_first_that_teach_whoever_ends_first(
-    size: int, budget: int, nothing: list[bool], order: random.Random
+    size: int, budget: int, are_useless: list[bool], order: random.Random
 ) -> None:
-    groups = table(size, budget, size + budget)
-    expected, replaced = list[int](), 0
+    groups = make_table(size, budget, size + budget)
+    expected = list[int]()
+    num_replaced = 0
     for number in range(size + budget):
-        if nothing[number] and replaced < budget:
-            replaced += 1
+        if are_useless[number] and num_replaced < budget:
+            num_replaced += 1
         else:
             expected.append(number)
     expected = expected[:size]
-    while (chosen := groups.select(0)) is None:
-        number = order.choice([each.number for each in groups.in_state(GroupState.SAMPLING)])
-        end(groups, number, nothing[number])
+    chosen = groups.select(0)
+    while chosen is None:
+        number = order.choice(list_in_state(groups, GroupState.SAMPLING))
+        end_group(groups, number, is_useless=are_useless[number])
+        chosen = groups.select(0)
     assert chosen == expected
     groups.take(chosen, 0)
     surplus = groups.surplus()
     assert [group.number for group in surplus] == sorted(set(range(expected[-1] + 1, size + budget)))
     groups.put_off(surplus)
     assert groups.release() == list(range(expected[-1] + 1))
-    assert [group.number for group in groups.in_state(GroupState.DEFERRED)] == [group.number for group in surplus]
+    assert list_in_state(groups, GroupState.DEFERRED) == [group.number for group in surplus]
     assert groups.room == size + budget
 
 
 def test_without_budget_a_group_that_teaches_nothing_takes_its_place() -> None:
-    groups = table(2, 0, 2)
-    end(groups, 1, nothing=True)
-    end(groups, 0, nothing=True)
+    groups = make_table(2, 0, 2)
+    end_group(groups, 1, is_useless=True)
+    end_group(groups, 0, is_useless=True)
     assert groups.select(0) == [0, 1]
 
 
 def test_an_asynchronous_step_replaces_no_more_than_its_budget_and_the_window_closes_up() -> None:
     groups = GroupTable(StalenessRule(2, 1, "windowed_fifo", 0.0), budget=1)
-    groups.admit({number: Task(f"t{number}", [1], "", None) for number in range(4)}, 0)
+    groups.admit({number: make_task(number) for number in range(4)}, 0)
     assert groups.room == 0
-    end(groups, 1, nothing=True)
-    end(groups, 2, nothing=True)
-    assert [group.number for group in groups.in_state(GroupState.FILTERED)] == [1, 2] and groups.room == 2
-    groups.admit({number: Task(f"t{number}", [1], "", None) for number in (4, 5)}, 0)
+    end_group(groups, 1, is_useless=True)
+    end_group(groups, 2, is_useless=True)
+    assert list_in_state(groups, GroupState.FILTERED) == [1, 2] and groups.room == 2
+    groups.admit({number: make_task(number) for number in (4, 5)}, 0)
     # The window is of two groups from the oldest on, 0 and 3.
     assert [group.place for group in groups.in_state(GroupState.SAMPLING)] == [0, 1, 2, 3]
-    end(groups, 3, nothing=True)
+    end_group(groups, 3, is_useless=True)
     assert groups[3].state is GroupState.READY
     assert groups.select_part(0) == [3]
     groups.take([3], 0)
     assert groups.release() == [1, 2, 3]
     # A step that is over has brought the budget of the next.
-    end(groups, 4, nothing=True)
-    end(groups, 5, nothing=True)
+    end_group(groups, 4, is_useless=True)
+    end_group(groups, 5, is_useless=True)
     assert [groups[number].state for number in (4, 5)] == [GroupState.FILTERED, GroupState.READY]
 
 
 @pytest.mark.parametrize("state", ["filtered", "deferred"])
 def test_a_checkpoint_between_steps_has_who_was_filtered_and_who_was_put_off(state: str) -> None:
-    groups = table(1, 2, 3)
-    end(groups, 0, nothing=True)
+    groups = make_table(1, 2, 3)
+    end_group(groups, 0, is_useless=True)
     if state == "deferred":
         groups.put_off([groups[0]])
-    again = table(1, 2, 0)
-    again.load_state_dict(groups.state_dict(), 0, lambda number: Task(f"t{number}", [1], "", None), {})
-    assert again[0].state is GroupState(state)
-    assert again[0].reason == ("nothing" if state == "filtered" else "")
+    resumed = make_table(1, 2, 0)
+    resumed.load_state_dict(groups.state_dict(), 0, make_task, {})
+    assert resumed[0].state is GroupState(state)
+    assert resumed[0].reason == ("nothing" if state == "filtered" else "")

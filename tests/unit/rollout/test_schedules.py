@@ -1,6 +1,6 @@
 """Contracts 1, 2, 3 and 8 of buffer, dispatcher and pool under random schedules, each reproducible by its seed.
 
-`Schedule` is a whole run, and looks at every contract after each event. A second set of tests takes one rule away at a
+`Schedule` is a whole run, and checks every contract after each event. A second set of tests takes one rule away at a
 time: the schedules notice.
 """
 
@@ -22,17 +22,23 @@ from rlctl.rollout.runner import RolloutRunner, RunningRollout
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
 from rlctl.rollout.wait_deadline import TICK_S, WaitDeadline
-from tests.unit.rollout.schedule import ContractBroken, run_all
+from tests.unit.rollout.drawn_run import ContractBroken
+from tests.unit.rollout.schedule import run_all
 
 # A kill drops rollouts that had not begun.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 # 10,000 schedules. The first 600 are in every run of the suite: with `OFTEN_NOTICE` they notice every missing rule.
-PER_CHUNK, CHUNKS, SHORT = 200, 50, 3
+PER_CHUNK = 200
+CHUNKS = 50
+SHORT = 3
 # Schedules that catch rare mutations. They come first, to save time alone.
 OFTEN_NOTICE = (48, 51, 57, 64, 70, 75, 91, 205, 616, 683)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(i, marks=[pytest.mark.long] * (i >= SHORT)) for i in range(CHUNKS)])
+LONG_CHUNKS = [pytest.param(chunk, marks=pytest.mark.long) for chunk in range(SHORT, CHUNKS)]
+
+
+@pytest.mark.parametrize("chunk", [*range(SHORT), *LONG_CHUNKS])
 def test_every_schedule_keeps_every_contract(chunk: int) -> None:
     run_all(range(chunk * PER_CHUNK, (chunk + 1) * PER_CHUNK))
 
@@ -44,7 +50,7 @@ async def forget_restarts(self: RolloutDispatcher) -> None:
     for queue in self._queues:
         if not self._is_current(queue):
             queue.give_up()
-    await adopt(self)
+    await adopt_replaced(self)
 
 
 async def tell_nobody(self: RolloutBuffer, rollouts: Any) -> None:
@@ -52,15 +58,15 @@ async def tell_nobody(self: RolloutBuffer, rollouts: Any) -> None:
 
 
 async def never_confirm(self: EngineQueue, turn: SubmittedTurn) -> None:
-    await abort(self, turn)
+    await abort_turn(self, turn)
     if turn.stopped:
         await asyncio.get_running_loop().create_future()
 
 
 def keep_the_load(self: EngineQueue, turn: SubmittedTurn) -> None:
-    before = self.load
-    remove(self, turn)
-    self.load = before
+    load_before = self.load
+    remove_turn(self, turn)
+    self.load = load_before
 
 
 def forget_sampling(self: GroupTable, *arguments: Any) -> list[GroupRecord]:
@@ -81,9 +87,9 @@ def release_nothing(self: GroupTable) -> list[int]:
     return []
 
 
-def repair_beside_the_trainer(self: RolloutBuffer, why: Any) -> None:
+def repair_beside_the_trainer(self: RolloutBuffer, span: Any) -> None:
     self._dispatcher.repair()
-    drain(self, why)
+    drain_buffer(self, span)
 
 
 def deadline_alone(self: WaitDeadline, last_step: float, explain: Callable[[], str]) -> None:
@@ -96,11 +102,11 @@ def forget_surplus(self: GroupTable, groups: list[GroupRecord]) -> None:
         self._remove_group(group.number)
 
 
-def fill_every_place(self: GroupTable, number: int, nothing: str | None) -> None:
+def fill_every_place(self: GroupTable, number: int, uselessness: str | None) -> None:
     self._move(self[number], GroupState.READY)
 
 
-def first_to_end(self: GroupTable) -> list[int]:
+def select_first_to_end(self: GroupTable) -> list[int]:
     ready = sorted(self.in_state(GroupState.READY), key=lambda group: group.finished)
     return [group.number for group in ready][: self.places]
 
@@ -112,9 +118,9 @@ def replace_none(self: RolloutBuffer, *arguments: Any) -> bool:
 
 async def swallow_a_cancellation(self: RunningRollout, request: TurnRequest) -> Completion:
     try:
-        return await sample(self, request)
+        return await sample_turn(self, request)
     except asyncio.CancelledError:
-        return await sample(self, request)
+        return await sample_turn(self, request)
 
 
 async def forget_tasks(tasks: Any) -> None:
@@ -122,31 +128,36 @@ async def forget_tasks(tasks: Any) -> None:
 
 
 async def forget_to_cancel(self: RolloutRunner, ids: Any, seconds: float = 0.0) -> Any:
-    stopped = [self._running.pop(each) for each in ids if each in self._running]
+    stopped = [self._running.pop(rollout_id) for rollout_id in ids if rollout_id in self._running]
     return [rollout.start.id for rollout in stopped]
 
 
 def block_the_loop(self: RolloutDispatcher) -> None:
-    submit_asked(self)
+    place_new_turns(self)
     events: Any = self.events
     events.time += 1.0
 
 
 def wait_on_the_loop(self: RolloutDispatcher) -> None:
-    submit_asked(self)
+    place_new_turns(self)
     self.events.run(asyncio.sleep(1.0))
 
 
-def nothing(*arguments: Any) -> None:
+def do_nothing(*arguments: Any) -> None:
     pass
 
 
-adopt, load_state_dict, drain = RolloutDispatcher._adopt_replaced, GroupTable.load_state_dict, RolloutBuffer.drain
+# The product's own functions, which a mutation replaces.
+adopt_replaced = RolloutDispatcher._adopt_replaced
+place_new_turns = RolloutDispatcher._place_new_turns
+load_state_dict = GroupTable.load_state_dict
+drain_buffer = RolloutBuffer.drain
 note_scores = RolloutBuffer._note_scores
-sample, submit_asked = RunningRollout.sample, RolloutDispatcher._place_new_turns
-abort, remove = EngineQueue.abort, EngineQueue._remove_turn
+sample_turn = RunningRollout.sample
+abort_turn = EngineQueue.abort
+remove_turn = EngineQueue._remove_turn
 MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "1 the rule keeps no deadline": (StalenessRule, "_find_latest_deadline", nothing),
+    "1 the rule keeps no deadline": (StalenessRule, "_find_latest_deadline", do_nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
     "1 more is admitted than trains in time": (StalenessRule, "capacity", property(lambda self: 99)),  # type: ignore[dict-item]
     "2 requests of a lost engine are forgotten": (RolloutDispatcher, "_adopt_replaced", forget_restarts),
@@ -157,12 +168,12 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "2 surplus groups go on": (RolloutBuffer, "_put_off_surplus", lambda self: []),
     "2 groups that teach nothing are not told": (RolloutBuffer, "waste", lambda self: Waste()),
     "2 groups that teach nothing fill the step": (GroupTable, "mark_scored", fill_every_place),
-    "2 whoever ends first trains": (GroupTable, "_select_first_drawn", first_to_end),
-    "3 a torn engine goes on": (engine.VllmEngine, "_poison", nothing),
+    "2 whoever ends first trains": (GroupTable, "_select_first_drawn", select_first_to_end),
+    "3 a torn engine goes on": (engine.VllmEngine, "_poison", do_nothing),
     "3 an engine that missed a version is kept": (GeneratorPool, "_rebuild", lambda *arguments: []),
     "3 engines are rebuilt beside the optimizer": (RolloutBuffer, "drain", repair_beside_the_trainer),
-    "3 nobody notes when weights changed": (active_requests.ActiveRequests, "change", nothing),
-    "8 a wait has no deadline": (WaitDeadline, "check", nothing),
+    "3 nobody notes when weights changed": (active_requests.ActiveRequests, "change", do_nothing),
+    "8 a wait has no deadline": (WaitDeadline, "check", do_nothing),
     "8 a long wait is not explained": (WaitDeadline, "check", deadline_alone),
     "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
     "8 a cancellation is swallowed": (RunningRollout, "sample", swallow_a_cancellation),
@@ -173,7 +184,7 @@ MUTATIONS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "2 tasks of a rollout are leaked": (running_call, "_wait_until_ended", forget_tasks),
     "8 the event loop is blocked": (RolloutDispatcher, "_place_new_turns", block_the_loop),
     "8 the event loop waits for itself": (RolloutDispatcher, "_place_new_turns", wait_on_the_loop),
-    "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),
+    "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", do_nothing),
 }
 
 
