@@ -13,7 +13,7 @@ STEP_SECONDS = 2.5
 
 
 class Ticker:
-    """A clock that the records move: each reading is a hundredth of a second later."""
+    """A clock that the records move. Each reading is a hundredth of a second later."""
 
     def __init__(self) -> None:
         self.now = START
@@ -51,8 +51,8 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """Return a step with an age bound of 2: half the time trained, a fifth waited for the oldest group."""
-    both = {name: value for name, value in step_metrics(step).items() if not name.startswith("time/")}
+    """Return a step with an age bound of 2. It trains for half its time and waits a fifth for the oldest group."""
+    common = {name: metric for name, metric in step_metrics(step).items() if not name.startswith("time/")}
     ages = {
         "age/mean": 0.75,
         "age/max": 2.0,
@@ -70,7 +70,7 @@ def async_metrics(step: int) -> dict[str, float]:
     }
     times = {"time/train": 1.25, "time/idle_oldest": 0.5, "time/idle_rollouts": 0.25, "time/refit": 0.25}
     refit = {"refit/seconds": 0.25, "refit/stall": 0.004}
-    return {**both, **ages, **buffer, **times, **refit, "time/other": 0.25, "time/step": STEP_SECONDS}
+    return {**common, **ages, **buffer, **times, **refit, "time/other": 0.25, "time/step": STEP_SECONDS}
 
 
 def write_run(
@@ -84,7 +84,7 @@ def write_run(
 ) -> RunDir:
     """Write a run that has done `steps` of 20 steps, with a validation and a checkpoint every 5.
 
-    ended: its status; None: still running.
+    ended: the run's status; None if it still runs.
     """
     run = RunDir.create(name, root)
     run.start_attempt()

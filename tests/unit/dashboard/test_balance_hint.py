@@ -1,4 +1,4 @@
-"""Advice on the division of devices: only where it would help, and only with the figures behind it."""
+"""Advice on the division of devices is given only where it would help, and with the figures behind it."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from tests.unit.dashboard.synthetic import async_metrics, write_run
 
 
 @pytest.mark.parametrize(
-    ("now", "trainer", "generator", "best", "saved"),
+    ("division", "trainer_work", "generator_work", "best_division", "saved_share"),
     [
-        # 2 devices' work to train, 1 to generate: 3 and 1 would leave nobody idle but the work does not divide better.
+        # The work of 2 devices to train and of 1 to generate. With 3 and 1 nobody is idle, but a step is no shorter.
         ((2, 2), 1.0, 0.5, (3, 1), 0.0),
         ((2, 6), 1.0, 1 / 3, (4, 4), 0.5),
         ((6, 2), 1 / 3, 1.0, (4, 4), 0.5),
@@ -21,31 +21,36 @@ from tests.unit.dashboard.synthetic import async_metrics, write_run
     ],
 )
 def test_the_best_division_halves_what_can_be_halved(
-    now: tuple[int, int], trainer: float, generator: float, best: tuple[int, int], saved: float
+    division: tuple[int, int],
+    trainer_work: float,
+    generator_work: float,
+    best_division: tuple[int, int],
+    saved_share: float,
 ) -> None:
-    found, share = better_division(now, trainer, generator)
-    assert share == pytest.approx(saved)
-    if saved:
-        assert found == best
+    advised_division, share = better_division(division, trainer_work, generator_work)
+    assert share == pytest.approx(saved_share)
+    if saved_share:
+        assert advised_division == best_division
 
 
-def advice(tmp_path: Path, devices: tuple[int, int], steps: int = 20, **changed: float) -> str:
-    metrics = {name.replace("__", "/"): value for name, value in changed.items()}
+def read_advice(tmp_path: Path, devices: tuple[int, int], steps: int = 20, **changes: float) -> str:
+    """Return the advice on a run with some metrics changed. changes: by name, with two underscores for a slash."""
+    metrics = {name.replace("__", "/"): metric for name, metric in changes.items()}
     run = write_run(tmp_path, steps=steps, metrics=lambda step: async_metrics(step) | metrics, devices=devices)
     return hint(read_state(run.path))
 
 
 def test_an_idle_generator_gives_devices_away(tmp_path: Path) -> None:
-    told = advice(tmp_path, (2, 6), idle__trainer=0.0, idle__generator=0.66, time__idle_oldest=0.0)
-    assert told == "generator idle 66%: 4 to train and 4 to generate would save 49% of a step"
+    advice = read_advice(tmp_path, (2, 6), idle__trainer=0.0, idle__generator=0.66, time__idle_oldest=0.0)
+    assert advice == "generator idle 66%: 4 to train and 4 to generate would save 49% of a step"
 
 
 def test_waiting_for_the_oldest_is_the_bounds_doing(tmp_path: Path) -> None:
-    told = advice(tmp_path, (2, 6), idle__trainer=0.4, idle__generator=0.1, time__idle_oldest=1.0)
-    assert told.startswith("trainer waits 40% for stragglers: raise async.max_trajectory_age_steps")
+    advice = read_advice(tmp_path, (2, 6), idle__trainer=0.4, idle__generator=0.1, time__idle_oldest=1.0)
+    assert advice.startswith("trainer waits 40% for stragglers: raise async.max_trajectory_age_steps")
 
 
 def test_there_is_none_where_nothing_would_help_or_little_is_known(tmp_path: Path) -> None:
     busy = {"idle__trainer": 0.0, "idle__generator": 0.05, "time__idle_oldest": 0.0}
-    assert advice(tmp_path / "a", (4, 4), **busy) == ""
-    assert advice(tmp_path / "b", (2, 6), steps=3, idle__generator=0.9) == ""
+    assert read_advice(tmp_path / "a", (4, 4), **busy) == ""
+    assert read_advice(tmp_path / "b", (2, 6), steps=3, idle__generator=0.9) == ""

@@ -21,7 +21,7 @@ COMMANDS = "\x1b\x07\x9b\u202e\r"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run whose name, model, messages, prompts and logs are hostile."""
+    """Return a run whose name, model, messages, prompts and logs are hostile."""
     run = RunDir(tmp_path / f"run{HOSTILE.replace('/', '')}")
     logs = run.path / "logs" / "attempt_1"
     logs.mkdir(parents=True)
@@ -47,19 +47,21 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.mark.parametrize("command", ["list", "show", "dash", "stop"])
 def test_no_view_of_a_run_passes_on_what_a_terminal_obeys(run: RunDir, command: str) -> None:
     root = str(run.path.parent)
-    which = [] if command == "list" else [run.path.name]
-    result = CliRunner().invoke(app, ["runs", command, *which, "--dir", root])
+    words = ["runs", command, "--dir", root]
+    if command != "list":
+        words.append(run.path.name)
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    shown = result.output + result.stderr
-    assert "run" in shown
-    assert [sign for sign in COMMANDS if sign in shown] == []
+    text = result.output + result.stderr
+    assert "run" in text
+    assert [sign for sign in COMMANDS if sign in text] == []
 
 
 def test_neither_do_logs(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     CliRunner().invoke(app, ["runs", "logs", run.path.name, "--dir", str(run.path.parent)])
-    shown = capfd.readouterr().out
-    assert "reward said" in shown
-    assert [sign for sign in COMMANDS if sign in shown] == []
+    text = capfd.readouterr().out
+    assert "reward said" in text
+    assert [sign for sign in COMMANDS if sign in text] == []
 
 
 def test_neither_do_plain_lines(run: RunDir) -> None:
@@ -75,9 +77,9 @@ def test_neither_do_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         monkeypatch.setattr(sys, "argv", ["rlctl", *command])
         with pytest.raises(SystemExit, match="2"):
             answer()
-        shown = "".join(capsys.readouterr())
-        assert "error: " in shown
-        assert [sign for sign in COMMANDS if sign in shown] == []
+        text = "".join(capsys.readouterr())
+        assert "error: " in text
+        assert [sign for sign in COMMANDS if sign in text] == []
 
 
 def test_a_terminal_gets_riches_own_escapes_alone() -> None:

@@ -6,7 +6,7 @@ from rlctl.dashboard.formats import duration, error_factor, number, percent, spa
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
+    ("figure", "text"),
     [
         (12345.6, "12,346"),
         (123.44, "123.4"),
@@ -20,12 +20,12 @@ from rlctl.dashboard.formats import duration, error_factor, number, percent, spa
         (None, "–"),
     ],
 )
-def test_numbers_keep_about_four_digits(value: float | None, shown: str) -> None:
-    assert number(value) == shown
+def test_numbers_keep_about_four_digits(figure: float | None, text: str) -> None:
+    assert number(figure) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"),
+    ("seconds", "text"),
     [
         (0.012, "12ms"),
         (0.12, "0.12s"),
@@ -37,8 +37,8 @@ def test_numbers_keep_about_four_digits(value: float | None, shown: str) -> None
         (187200, "2d04h"),
     ],
 )
-def test_durations_change_their_unit(seconds: float, shown: str) -> None:
-    assert duration(seconds) == shown
+def test_durations_change_their_unit(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_shares_are_percents() -> None:

@@ -14,19 +14,19 @@ from rlctl.telemetry.events import EventLog, MetricsLog
 from tests.unit.dashboard.synthetic import async_metrics, step_metrics
 
 
-def record(step: int) -> dict[str, object]:
+def make_record(step: int) -> dict[str, object]:
     return {"kind": "step", "step": step, "time": float(step), **step_metrics(step)}
 
 
 def test_the_columns_are_aligned_and_fit_80() -> None:
-    head, line = LineFormat(1).lines(record(12))
+    head, line = LineFormat(1).lines(make_record(12))
     assert head == " step    time  reward    acc     loss      kl   grad    len mismatch tok/s/dev"
     assert line == "   12   2.50s   0.816  0.816  -0.0054   0.012  0.446 11.463  1.00030     1,195"
     assert len(head) == len(line) <= 80
 
 
 def test_a_step_says_how_many_rewards_failed() -> None:
-    _, line = LineFormat(1).lines({**record(12), "reward/failed": 12.0})
+    _, line = LineFormat(1).lines({**make_record(12), "reward/failed": 12.0})
     assert line.endswith("     1,195  12 rewards failed")
 
 
@@ -36,20 +36,24 @@ def test_a_metric_that_is_missing_is_a_dash() -> None:
 
 
 def test_the_header_comes_back_every_thirty_lines() -> None:
-    lines = LineFormat(1)
-    heads = [step for step in range(1, 92) if len(list(lines.lines(record(step)))) == 2]
-    assert heads == [1, 31, 61, 91]
+    line_format = LineFormat(1)
+    steps_with_header = []
+    for step in range(1, 92):
+        lines = list(line_format.lines(make_record(step)))
+        if len(lines) == 2:
+            steps_with_header.append(step)
+    assert steps_with_header == [1, 31, 61, 91]
 
 
 def test_only_every_so_many_th_step_is_printed() -> None:
-    lines = LineFormat(5)
-    assert [step for step in range(1, 16) if list(lines.lines(record(step)))] == [5, 10, 15]
+    line_format = LineFormat(5)
+    assert [step for step in range(1, 16) if list(line_format.lines(make_record(step)))] == [5, 10, 15]
 
 
 def test_the_last_step_is_printed_too() -> None:
-    lines = LineFormat(5)
-    list(lines.lines({"kind": "run_started", "model": "m", "num_steps": 3, "start_step": 0}))
-    assert [step for step in range(1, 4) if list(lines.lines(record(step)))] == [3]
+    line_format = LineFormat(5)
+    list(line_format.lines({"kind": "run_started", "model": "m", "num_steps": 3, "start_step": 0}))
+    assert [step for step in range(1, 4) if list(line_format.lines(make_record(step)))] == [3]
 
 
 def test_validation_is_a_line_of_its_own() -> None:
@@ -69,8 +73,9 @@ def test_validation_is_a_line_of_its_own() -> None:
 def test_a_checkpoint_is_one_line_of_its_event_and_its_record() -> None:
     event = {"kind": "checkpoint", "step": 4, "path": "/r/step_4", "seconds": 0.24}
     record = {"kind": "checkpoint", "step": 4, "time": 1.0, "time/checkpoint": 0.24}
-    lines = LineFormat(1)
-    assert [*lines.lines(event), *lines.lines(record)] == ["checkpoint  of step 4 (0.24s) /r/step_4"]
+    line_format = LineFormat(1)
+    assert list(line_format.lines(event)) == ["checkpoint  of step 4 (0.24s) /r/step_4"]
+    assert list(line_format.lines(record)) == []
 
 
 def test_events_say_what_they_are_in_the_first_column() -> None:
@@ -82,8 +87,8 @@ def test_events_say_what_they_are_in_the_first_column() -> None:
     assert list(lines.lines({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
     assert list(lines.lines({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
     assert list(lines.lines({"kind": "engine_gone", "engine": 1})) == ["engine      1 is gone"]
-    opened = {"kind": "refit_opened", "engines": ["engine-0"], "transport": "shm", "mode": "staged", "why": "on CPU"}
-    assert list(lines.lines(opened)) == ["refit       to engine-0: shm, staged (on CPU)"]
+    event = {"kind": "refit_opened", "engines": ["engine-0"], "transport": "shm", "mode": "staged", "why": "on CPU"}
+    assert list(lines.lines(event)) == ["refit       to engine-0: shm, staged (on CPU)"]
 
 
 def test_the_processes_of_a_large_run_take_a_line_and_not_a_screen() -> None:
@@ -93,8 +98,8 @@ def test_the_processes_of_a_large_run_take_a_line_and_not_a_screen() -> None:
     many = {"kind": "processes", "time": 1.0, **{f"engine-{index}": index for index in range(64)}}
     assert list(lines.lines(many)) == ["process ids of 64 processes, in events.jsonl"]
     engines = [f"engine-{index}" for index in range(64)]
-    opened = {"kind": "refit_opened", "engines": engines, "transport": "ipc", "mode": "direct", "why": "nothing runs"}
-    assert list(lines.lines(opened)) == ["refit       to 64 engines: ipc, direct (nothing runs)"]
+    event = {"kind": "refit_opened", "engines": engines, "transport": "ipc", "mode": "direct", "why": "nothing runs"}
+    assert list(lines.lines(event)) == ["refit       to 64 engines: ipc, direct (nothing runs)"]
 
 
 def test_what_is_no_news_is_not_printed() -> None:
@@ -141,26 +146,26 @@ def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: P
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "1", "2", "3", "2", "validation", "3"]
 
 
-class Closed(io.StringIO):
-    """A pipe whose reader has gone: `| head -2`. room: writes that it takes before."""
+class ClosedPipe(io.StringIO):
+    """A pipe whose reader goes away, as in `| head -2`. num_writes: those before the reader goes."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, num_writes: int) -> None:
         super().__init__()
-        self.room = room
+        self.num_writes = num_writes
 
     def write(self, text: str) -> int:
-        self.room -= 1
-        if self.room < 0:
+        self.num_writes -= 1
+        if self.num_writes < 0:
             raise BrokenPipeError
         return len(text)
 
 
-@pytest.mark.parametrize("room", [0, 2, 3])
+@pytest.mark.parametrize("num_writes", [0, 2, 3])
 def test_a_reader_that_goes_away_does_not_stop_the_run_and_is_told_nothing(
-    tmp_path: Path, room: int, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, num_writes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir.create("a", tmp_path)
-    with LineView(run, 1, 0.0, Closed(room)):
+    with LineView(run, 1, 0.0, ClosedPipe(num_writes)):
         EventLog(run.events).emit("warning", what="unheard")
     assert capfd.readouterr().err == ""
 
@@ -197,10 +202,10 @@ def test_steps_of_an_asynchronous_run_have_columns_of_their_own() -> None:
 
 
 def test_what_happens_in_an_asynchronous_or_compiled_run_is_told_in_words() -> None:
-    told = LineFormat(1).lines
-    assert list(told({"kind": "redrawn", "time": 1.0, "prompt": "e0-r3", "version": 2})) == [
+    line_format = LineFormat(1)
+    assert list(line_format.lines({"kind": "redrawn", "time": 1.0, "prompt": "e0-r3", "version": 2})) == [
         "redrawn     prompt e0-r3 resampled: its group reached the bound on age"
     ]
-    assert list(told({"kind": "dispatch", "time": 1.0, "what": "compiled 0.4 ms a call"})) == [
+    assert list(line_format.lines({"kind": "dispatch", "time": 1.0, "what": "compiled 0.4 ms a call"})) == [
         "dispatch    compiled 0.4 ms a call"
     ]

@@ -1,6 +1,7 @@
 """`rlctl runs report`: one page of one or more runs, as far as their files go, that loads nothing."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from rlctl.config.errors import ConfigError
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.panels.learning import metrics_of
 from rlctl.dashboard.report import vega
-from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, stack_sums, thin_points, zeros
+from rlctl.dashboard.report.metric_charts import MetricChart, MetricSeries, charts_of, stack_sums, thin_points, zeros
 from rlctl.dashboard.report.page import page
 from rlctl.dashboard.report.source import ConfigValue, evenly, read_run, read_runs
 from rlctl.dashboard.state import read_state
@@ -28,7 +29,7 @@ from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_ru
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that is there at once."""
+    """Put a library of charts in place that is ready at once."""
     monkeypatch.setattr(vega, "is_installed", lambda: True)
     monkeypatch.setattr(vega, "script", lambda: "/* library */")
 
@@ -41,12 +42,35 @@ def call(*words: object) -> tuple[int, str, str]:
 
 
 def data_of(html: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    """Return the data that a page holds."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert match
+    return json.loads(match[1])
 
 
-def group(step: int, text: str = "4<eos>") -> dict[str, Any]:
+def series_of(charts: list[MetricChart]) -> list[MetricSeries]:
+    """Return the series of all charts."""
+    all_series: list[MetricSeries] = []
+    for chart in charts:
+        all_series += chart.series
+    return all_series
+
+
+def series_in(html: str) -> list[dict[str, Any]]:
+    """Return the series of all charts of a page."""
+    all_series = []
+    for chart in data_of(html)["charts"]:
+        all_series += chart.get("series", [])
+    return all_series
+
+
+def chart_titled(title: str, charts: list[MetricChart]) -> MetricChart:
+    """Return the only chart with a title."""
+    (chart,) = [chart for chart in charts if chart.title == title]
+    return chart
+
+
+def make_group(step: int, text: str = "4<eos>") -> dict[str, Any]:
     rollout = {"index": 0, "text": [[text, True]], "tokens": 2, "finish": "stop", "reward": 1.0, "right": True}
     return {"task": f"e0-r{step}", "prompt": "2+2=", "answer": "4", "outcome": "trained", "rollouts": [rollout]}
 
@@ -54,23 +78,23 @@ def group(step: int, text: str = "4<eos>") -> dict[str, Any]:
 def write_groups(run: RunDir, steps: range, text: str = "4<eos>") -> None:
     file = RolloutsFile(run.rollouts, 1 << 30, lambda *_, **__: None)
     for step in steps:
-        file.groups(step, "train", [group(step, text)])
+        file.groups(step, "train", [make_group(step, text)])
 
 
 def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Path) -> None:
     metrics = {**async_metrics(1), "reward/mine/mean": 1.0, "of/my_own": 2.0, "reward/failed": 0.0}
     write_run(tmp_path, "a", metrics=lambda step: {**metrics, "train/lr": step})
     state = read_state(tmp_path / "a")
-    drawn = [each.name for chart in charts_of([state]) for each in chart.series]
-    named = {name for name in metrics if not name.startswith(("time/step", "version"))}
-    assert len(drawn) == len(set(drawn))
-    assert set(drawn) == (named - {"reward/failed", "buffer/age_2"}) | {"train/lr", "validation/accuracy"}
+    drawn_names = [series.name for series in series_of(charts_of([state]))]
+    names = {name for name in metrics if not name.startswith(("time/step", "version"))}
+    assert len(drawn_names) == len(set(drawn_names))
+    assert set(drawn_names) == (names - {"reward/failed", "buffer/age_2"}) | {"train/lr", "validation/accuracy"}
     assert zeros([state]) == ["buffer/age_2", "reward/failed"]
     assert [chart.section for chart in charts_of([state]) if chart.title == "of/my_own"] == ["Other metrics"]
 
 
 @pytest.mark.parametrize(
-    ("probed", "told"),
+    ("probed_bound", "legend"),
     [
         (None, "dashed: 1.02, health.max_token_mult_prob_error<"),
         (1.02, "dashed: 1.02, health.max_token_mult_prob_error<"),
@@ -78,37 +102,42 @@ def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Pat
     ],
 )
 def test_the_bound_on_the_mismatch_has_its_value_and_source(
-    tmp_path: Path, light: None, probed: float | None, told: str
+    tmp_path: Path, light: None, probed_bound: float | None, legend: str
 ) -> None:
     run = write_run(tmp_path, "a", metrics=lambda step: step_metrics(step) | {"mismatch/token_mult_prob_error": 1.06})
-    if probed:
-        EventLog(run.events).emit("probe", token_mult_prob_error=1.06, bound=probed)
-    assert told in page(read_runs([run.path]), "today")
+    if probed_bound:
+        EventLog(run.events).emit("probe", token_mult_prob_error=1.06, bound=probed_bound)
+    assert legend in page(read_runs([run.path]), "today")
 
 
 def test_the_areas_of_a_step_add_up_to_its_wall_time(tmp_path: Path) -> None:
     def metrics(step: int) -> dict[str, float]:
-        times = step_metrics(step)
-        return times if step % 5 else {**times, "time/checkpoint": 1.0, "time/step": times["time/step"] + 1}
+        metrics = step_metrics(step)
+        if step % 5 == 0:
+            metrics["time/checkpoint"] = 1.0
+            metrics["time/step"] += 1.0
+        return metrics
 
     write_run(tmp_path, "a", metrics=metrics)
     state = read_state(tmp_path / "a")
-    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Phases of a step")
+    chart = chart_titled("Phases of a step", charts_of([state]))
     assert stack_sums(chart.series) == pytest.approx(dict(state.series("time/step")))
-    assert {len(each.values) for each in chart.series} == {20}
+    assert {len(series.values) for series in chart.series} == {20}
 
 
 def test_stacks_of_two_runs_have_the_same_colours_and_axis(tmp_path: Path) -> None:
     write_run(tmp_path, "a")
     write_run(tmp_path, "b", metrics=async_metrics)
     charts = charts_of([read_state(tmp_path / name) for name in "ab"])
-    first, second = (chart for chart in charts if chart.title == "Phases of a step")
-    assert first.names == second.names and first.top == second.top and first.series != second.series
+    stacks = [chart for chart in charts if chart.title == "Phases of a step"]
+    assert len(stacks) == 2
+    assert stacks[0].names == stacks[1].names and stacks[0].top == stacks[1].top
+    assert stacks[0].series != stacks[1].series
 
 
 def test_a_slow_first_step_is_cut_and_named(tmp_path: Path) -> None:
     write_run(tmp_path, "a", 100, metrics=lambda step: {"time/train": 100.0 if step == 1 else 1.0, "reward/mean": 1})
-    (chart,) = (chart for chart in charts_of([read_state(tmp_path / "a")]) if chart.title == "Phases of a step")
+    chart = chart_titled("Phases of a step", charts_of([read_state(tmp_path / "a")]))
     assert chart.top == 1.5 and vega.steps_above(chart) == [(1, 100.0)]
 
 
@@ -129,12 +158,12 @@ def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path,
     run.config.write_text("kind: grpo\nrun:\n  seed: 5  # from override 1: run.seed=5\n  log_every: 1\n")
     EventLog(run.events).emit("warning", what="grad norm is <high>", check="grad_norm", step=7)
     html = page([read_run(run.path, "a")], "today")
-    shown = data_of(html)
-    loss = next(each for chart in shown["charts"] for each in chart.get("series", []) if each["metric"] == "loss/kl")
-    assert loss["meaning"] == "KL to the reference, nats a token" and loss["values"][:2] == [0.001, 0.002]
+    kl = next(series for series in series_in(html) if series["metric"] == "loss/kl")
+    assert kl["meaning"] == "KL to the reference, nats a token" and kl["values"][:2] == [0.001, 0.002]
     assert "warning: grad norm is &lt;high&gt;" in html
-    assert {"step": 7, "label": "grad norm"}.items() <= shown["charts"][-1]["rows"][-1].items()
-    assert [each["step"] for each in shown["samples"][0]["groups"]["train"]] == list(range(1, 21))
+    page_data = data_of(html)
+    assert {"step": 7, "label": "grad norm"}.items() <= page_data["charts"][-1]["rows"][-1].items()
+    assert [group["step"] for group in page_data["samples"][0]["groups"]["train"]] == list(range(1, 21))
     assert "<td class='own'><code>5</code><span class='origin'>override 1: run.seed=5</span>" in html
     assert "<tr class='default'><th title=\"Print a line" in html or "<tr class='default'>" in html
     assert "default-src 'none'" in html and not re.search(r'(src|href)="(?!#)', html)
@@ -165,8 +194,11 @@ def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, light: No
     html = page(runs, "today")
     differing = html.partition("<h2>What differs</h2>")[2].partition("</section>")[0]
     assert "run.seed" in differing and "run.log_every" not in differing
-    assert [each["label"] for each in data_of(html)["charts"][0]["series"]] == [
-        f"{run} · {name}" for name in ("reward/accuracy", "validation/accuracy") for run in "ab"
+    assert [series["label"] for series in data_of(html)["charts"][0]["series"]] == [
+        "a · reward/accuracy",
+        "b · reward/accuracy",
+        "a · validation/accuracy",
+        "b · validation/accuracy",
     ]
 
 
@@ -188,23 +220,23 @@ def test_a_run_has_one_colour_in_all_charts_and_is_named_where_it_is_alone(tmp_p
     write_run(tmp_path, "a", metrics=async_metrics)
     write_run(tmp_path, "b", metrics=lambda step: {"loss/nll": 1.0 / step, "train/lr": step})
     charts = charts_of([read_state(tmp_path / name) for name in ("a", "b")])
-    colours = [layer["encoding"]["color"] for layer in _layers(charts, ["a", "b"]) if "color" in layer["encoding"]]
-    assert {str(each["scale"]["domain"]) for each in colours} == {"['a', 'b']"}
-    assert {str(each["legend"]["values"]) for each in colours} == {"['a']", "['b']", "['a', 'b']", "['b', 'a']"}
-
-
-def _layers(charts: list[MetricChart], names: list[str]) -> list[Any]:
-    return [layer for chart in charts if not chart.stacked for layer in vega.spec_of(chart, names, False)["layer"]]
+    encodings = []
+    for chart in charts:
+        if not chart.stacked:
+            encodings += [layer["encoding"] for layer in vega.spec_of(chart, ["a", "b"], False)["layer"]]
+    colours = [encoding["color"] for encoding in encodings if "color" in encoding]
+    assert {str(colour["scale"]["domain"]) for colour in colours} == {"['a', 'b']"}
+    assert {str(colour["legend"]["values"]) for colour in colours} == {"['a']", "['b']", "['a', 'b']", "['b', 'a']"}
 
 
 def test_episodes_and_tools_have_a_section_of_their_own(tmp_path: Path) -> None:
-    played = {"environment/turns": 3, "environment/tool_errors": 0.5, "environment/failed": 2, "environment/new": 1}
-    played |= {"environment/endings/done": 0.75, "reward/turns_2": 0.5, "environment/tool_calls": 2}
-    write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **played})
+    metrics = {"environment/turns": 3, "environment/tool_errors": 0.5, "environment/failed": 2, "environment/new": 1}
+    metrics |= {"environment/endings/done": 0.75, "reward/turns_2": 0.5, "environment/tool_calls": 2}
+    write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **metrics})
     charts = charts_of([read_state(tmp_path / "a")])
-    mine = [chart for chart in charts if chart.section == "Episodes and tools"]
-    assert {each.name for chart in mine for each in chart.series} == set(played)
-    assert [chart.title for chart in mine[:3]] == [
+    episode_charts = [chart for chart in charts if chart.section == "Episodes and tools"]
+    assert {series.name for series in series_of(episode_charts)} == set(metrics)
+    assert [chart.title for chart in episode_charts[:3]] == [
         "Turns of an episode",
         "Tool calls of an episode",
         "Tool calls that failed",
@@ -228,29 +260,22 @@ def test_damaged_files_are_read_as_far_as_they_go_and_named(tmp_path: Path, ligh
     run.metrics.write_bytes(b"\n".join([*lines[:5], b"\xff\x00{", b'{"kind": "st', nan, b'{"half']))
     run.rollouts.write_bytes(run.rollouts.read_bytes()[:-40])
     run.config.write_text("kind: [")
-    read = read_run(run.path, "a")
-    assert [len(read.samples[purpose]) for purpose in ("validation", "train")] == [0, 2]
-    assert read.remarks[0] == "metrics.jsonl: without 2 damaged lines" and "its config is left out: " in read.remarks[1]
-    assert all(
-        value == value
-        for chart in data_of(page([read], "now"))["charts"]
-        for each in chart.get("series", ())
-        for value in each["values"]
-    )
+    reported_run = read_run(run.path, "a")
+    assert [len(reported_run.samples[purpose]) for purpose in ("validation", "train")] == [0, 2]
+    assert reported_run.remarks[0] == "metrics.jsonl: without 2 damaged lines"
+    assert "its config is left out: " in reported_run.remarks[1]
+    for series in series_in(page([reported_run], "now")):
+        assert not any(math.isnan(figure) for figure in series["values"])
 
 
 def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path: Path, light: None) -> None:
-    assert (
-        read_run(write_run(tmp_path, "a", steps=7, ended=None).path, "a")
-        .remarks[0]
-        .startswith("is under way: 7 steps of 20 done")
-    )
-    run = write_run(tmp_path, "b", steps=0, ended="failed")
-    read = read_run(run.path, "b")
-    assert "has no metrics.jsonl" in read.remarks and "has done no step yet, so there are no curves" in read.remarks
-    assert "Config" in page([read], "now") and read.config["checkpoint.metric"] == ConfigValue(
-        "validation/accuracy", ""
-    )
+    live_run = read_run(write_run(tmp_path, "a", steps=7, ended=None).path, "a")
+    assert live_run.remarks[0].startswith("is under way: 7 steps of 20 done")
+    failed_run = read_run(write_run(tmp_path, "b", steps=0, ended="failed").path, "b")
+    assert "has no metrics.jsonl" in failed_run.remarks
+    assert "has done no step yet, so there are no curves" in failed_run.remarks
+    assert "Config" in page([failed_run], "now")
+    assert failed_run.config["checkpoint.metric"] == ConfigValue("validation/accuracy", "")
 
 
 def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
@@ -261,10 +286,10 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
     code, out, err = call("a", "--dir", tmp_path)
     assert code == 0 and out.startswith(f"{tmp_path / 'a' / 'report.html'} (0.") and "records no origins" in err
     assert call("a", "b", "--dir", tmp_path)[0] == 0 and (tmp_path / "a/report--b.html").is_file()
-    opened: list[str] = []
-    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    addresses: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: addresses.append(address) or True)
     assert call("a", "--dir", tmp_path, "-o", tmp_path / "it.html", "--open")[1].startswith(str(tmp_path / "it.html"))
-    assert opened == [(tmp_path / "it.html").as_uri()]
+    assert addresses == [(tmp_path / "it.html").as_uri()]
 
 
 def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, light: None) -> None:
@@ -289,25 +314,26 @@ def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monk
 
 
 def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Path, light: None) -> None:
-    """One row gives a metric its meaning, its chart and its row in the live view. An undeclared one is drawn too."""
+    """Show a metric by its row: meaning, chart, and row of the live view. An undeclared metric is drawn too."""
     gate = Metric(
         "gate/mean", "mean of the gate", "share", chart=ReportChart(LEARNING, "Gate"), panel=[PanelRow("gate", 45)]
     )
-    recorded = {"gate/mean": 0.25, "gate/spread": 0.5}
-    run = write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **recorded})
+    gate_metrics = {"gate/mean": 0.25, "gate/spread": 0.5}
+    run = write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **gate_metrics})
     write_rows(run.metric_rows, [*installed_rows().rows, gate])
     state = read_state(run.path)
-    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
-    assert (chart.section, chart.unit, chart.meanings) == (LEARNING, "share", {"gate/mean": "mean of the gate"})
-    (other,) = (chart for chart in charts_of([state]) if chart.title == "gate/spread")
-    assert (other.section, other.meanings) == (OTHERS, {"gate/spread": ""})
-    labels = [shown.label for shown in metrics_of(state)]
+    declared = chart_titled("Gate", charts_of([state]))
+    assert (declared.section, declared.unit) == (LEARNING, "share")
+    assert declared.meanings == {"gate/mean": "mean of the gate"}
+    undeclared = chart_titled("gate/spread", charts_of([state]))
+    assert (undeclared.section, undeclared.meanings) == (OTHERS, {"gate/spread": ""})
+    labels = [metric.label for metric in metrics_of(state)]
     assert labels[labels.index("reward") :][:3] == ["reward", "gate", "accuracy"]
     screen = ["".join(part.text for part in row) for row in render(state, 120, 40).rows]
     assert any(re.search(r"gate +25\.0%", line) for line in screen)
-    drawn = {each["metric"]: each["meaning"] for chart in data_of(page([read_run(run.path, "a")], ""))["charts"]
-             for each in chart.get("series", [])}  # fmt: skip
-    assert drawn["gate/mean"] == "mean of the gate" and drawn["gate/spread"] == ""
+    html = page([read_run(run.path, "a")], "")
+    meanings = {series["metric"]: series["meaning"] for series in series_in(html)}
+    assert meanings["gate/mean"] == "mean of the gate" and meanings["gate/spread"] == ""
 
 
 def test_a_run_without_rows_of_its_own_has_those_installed(tmp_path: Path) -> None:

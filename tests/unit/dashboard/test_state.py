@@ -3,12 +3,14 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import LIVE_POINTS, History, RunReader, best_checkpoint, read_state
+from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from tests.unit.dashboard.synthetic import STEP_SECONDS, write_run
 
@@ -38,31 +40,39 @@ def test_a_run_without_an_end_whose_process_is_gone_has_died(tmp_path: Path) -> 
     assert state.now == pytest.approx(float(state.last["time"]))
 
 
+def read_start(run: RunDir) -> dict[str, Any]:
+    """Return the first event of a run, which is its start."""
+    start, *_ = run.events.read_text().splitlines()
+    return json.loads(start)  # type: ignore[no-any-return]
+
+
+def replace_start(run: RunDir, start: dict[str, Any]) -> None:
+    """Write another event in the place of a run's first."""
+    _, *later_events = run.events.read_text().splitlines()
+    run.events.write_text("\n".join([json.dumps(start), *later_events]) + "\n")
+
+
 def test_another_process_under_the_same_pid_fools_nobody(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=3, ended=None)
-    first, *others = run.events.read_text().splitlines()
-    boot, _, ticks = json.loads(first)["start_id"].rpartition(":")
+    start = read_start(run)
+    boot, _, ticks = start["start_id"].rpartition(":")
     for start_id in (f"{boot}:{int(ticks) - 1}", f"another-boot:{ticks}", ""):
-        earlier = json.dumps({**json.loads(first), "start_id": start_id})
-        run.events.write_text("\n".join([earlier, *others]) + "\n")
+        replace_start(run, {**start, "start_id": start_id})
         assert read_state(run.path).status == "died"
 
 
 def test_a_driver_that_an_earlier_version_recorded_is_known_by_its_wall_clock_start(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=3, ended=None)
-    first, *others = run.events.read_text().splitlines()
-    event = json.loads(first)
-    del event["start_id"]
-    for start, status in ((psutil.Process().create_time(), "running"), (1000.0, "died"), ("?", "died")):
-        run.events.write_text("\n".join([json.dumps({**event, "create_time": start}), *others]) + "\n")
+    start = read_start(run)
+    del start["start_id"]
+    for create_time, status in ((psutil.Process().create_time(), "running"), (1000.0, "died"), ("?", "died")):
+        replace_start(run, {**start, "create_time": create_time})
         assert read_state(run.path).status == status
 
 
 def test_a_run_of_another_host_counts_as_running(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=3, ended=None)
-    first, *others = run.events.read_text().splitlines()
-    elsewhere = json.dumps({**json.loads(first), "host": "elsewhere", "pid": 4194303})
-    run.events.write_text("\n".join([elsewhere, *others]) + "\n")
+    replace_start(run, {**read_start(run), "host": "elsewhere", "pid": 4194303})
     assert read_state(run.path).status == "running"
 
 
@@ -91,11 +101,11 @@ def test_the_bound_on_the_mismatch_is_the_probes_where_it_had_one(tmp_path: Path
 
 def test_an_event_without_a_kind_is_left_out_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    known = len(read_state(run.path).events)
+    num_events = len(read_state(run.path).events)
     with run.events.open("a") as file:
         file.write('{"time": 1800000000.0, "what": "ray"}\n')
     state = read_state(run.path)
-    assert (len(state.events), state.damaged["events.jsonl"]) == (known, 1)
+    assert (len(state.events), state.damaged["events.jsonl"]) == (num_events, 1)
 
 
 def test_polling_without_news_says_so(tmp_path: Path) -> None:
@@ -115,12 +125,12 @@ def test_an_empty_run_is_new(tmp_path: Path) -> None:
     assert (state.status, state.step) == ("new", 0)
 
 
-@pytest.mark.parametrize(("metric", "best"), [("validation/accuracy", 20), ("-validation/accuracy", 5)])
-def test_the_best_checkpoint_follows_the_configs_metric(metric: str, best: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("metric", "best_step"), [("validation/accuracy", 20), ("-validation/accuracy", 5)])
+def test_the_best_checkpoint_follows_the_configs_metric(metric: str, best_step: int, tmp_path: Path) -> None:
     run = write_run(tmp_path)
     run.config.write_text(f"checkpoint:\n  metric: {metric}\n")
-    found = best_checkpoint(read_state(run.path))
-    assert found is not None and found[0] == best
+    checkpoint = best_checkpoint(read_state(run.path))
+    assert checkpoint is not None and checkpoint[0] == best_step
 
 
 def test_records_that_lack_what_they_need_are_left_out(tmp_path: Path) -> None:
@@ -134,26 +144,26 @@ def test_records_that_lack_what_they_need_are_left_out(tmp_path: Path) -> None:
 
 def test_a_live_history_is_bounded_and_exact_in_its_newer_half() -> None:
     live = History(limit=100)
-    whole = History()
-    # Once more: a file that is reread.
+    unbounded = History()
+    # The second pass is a file that is read again.
     for _ in range(2):
         for step in range(1, 2001):
             record = {"step": step, "x": step / 2, "kind": "step"}
             live.add(record)
-            whole.add(record)
+            unbounded.add(record)
     points = live.series("x")
     assert len(points) <= 100 and points[0] == (1, 0.5)
-    assert points[-50:] == whole.series("x")[-50:] == [(step, step / 2) for step in range(1951, 2001)]
-    assert len(whole) == 2000 and whole.last["step"] == 2000 and len(whole.recent(2000)) < 2000
-    whole.add({"step": 7, "y": 1.0})
-    assert whole.series("y") == [(7, 1.0)] and [step for step, _ in whole.series("x")[5:7]] == [6, 8]
-    whole.drop_after(6)
-    assert [*whole.steps] == [1, 2, 3, 4, 5, 6] and "y" not in whole.names
+    assert points[-50:] == unbounded.series("x")[-50:] == [(step, step / 2) for step in range(1951, 2001)]
+    assert len(unbounded) == 2000 and unbounded.last["step"] == 2000 and len(unbounded.recent(2000)) < 2000
+    unbounded.add({"step": 7, "y": 1.0})
+    assert unbounded.series("y") == [(7, 1.0)] and [step for step, _ in unbounded.series("x")[5:7]] == [6, 8]
+    unbounded.drop_after(6)
+    assert list(unbounded.steps) == [1, 2, 3, 4, 5, 6] and "y" not in unbounded.names
 
 
 @pytest.mark.parametrize("limit", [LIVE_POINTS, 50])
 def test_a_live_view_follows_a_run_that_goes_far_back(limit: int, tmp_path: Path) -> None:
-    """The view is drawn after the restart too, before the loaded checkpoint cuts metrics off."""
+    """Draw the view after the restart too, before the loaded checkpoint cuts metrics off."""
     run = write_run(tmp_path, steps=400, ended=None, metrics=lambda step: {"time/step": 1.0})
     events = EventLog(run.events)
     for step in range(1, 401):
@@ -161,14 +171,15 @@ def test_a_live_view_follows_a_run_that_goes_far_back(limit: int, tmp_path: Path
     reader = RunReader(run.path, limit=limit)
     reader.poll()
     state = reader.state
-    assert (state.step, [*state.checkpoints]) == (400, [*range(5, 401, 5)][-limit:])
-    assert state.health == {"entropy": {*[*range(1, 401)][-limit:]}}
+    assert state.step == 400
+    assert list(state.checkpoints) == list(range(5, 401, 5))[-limit:]
+    assert state.health == {"entropy": set(list(range(1, 401))[-limit:])}
     events.emit("run_started", algorithm="grpo", num_steps=1000, start_step=100, attempt=2)
     reader.poll()
     assert state.step == 100 and state.eta is not None
     render(state, 160, 50)
     run.truncate_metrics(100)
     reader.poll()
-    steps = [*state.steps.steps]
+    steps = list(state.steps.steps)
     assert state.step == state.last["step"] == 100
-    assert steps == sorted({*steps}) and steps[-20:] == [*range(81, 101)] and len(steps) <= limit
+    assert steps == sorted(set(steps)) and steps[-20:] == list(range(81, 101)) and len(steps) <= limit
