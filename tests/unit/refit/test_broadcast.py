@@ -16,7 +16,7 @@ from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import call_off, open_receiver, open_sender
 from rlctl.refit.weight_sink import BatchedCopy, WholeTensorSink
 from rlctl.utils.ports import free_port
-from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
+from tests.unit.refit.weights import CPU, make_weights, plan_for, source_of
 from tests.waiting import PATIENCE_S
 
 Answer = str | dict[str, torch.Tensor]
@@ -27,11 +27,12 @@ def make_spec(timeout_s: float, receivers: int = 1) -> TransportSpec:
 
 
 class Damaging(WholeTensorSink):
-    """Changes the last number of `large` once it has arrived."""
+    """Sink that changes the last number of `large` once the tensor has arrived."""
 
     def copies(self, arrived: Iterable[tuple[int, torch.Tensor]]) -> BatchedCopy:
-        damage = (dict(self.tensors())["large"][-1, -1], torch.tensor(1e9))
-        return BatchedCopy([*((self._item_buffer(number), data) for number, data in arrived), damage])
+        copies = [(self._item_buffer(number), tensor) for number, tensor in arrived]
+        last_number = dict(self.tensors())["large"][-1, -1]
+        return BatchedCopy([*copies, (last_number, torch.tensor(1e9))])
 
 
 def receive(
@@ -42,7 +43,7 @@ def receive(
     rank: int = 1,
     sinks: type[WholeTensorSink] = WholeTensorSink,
 ) -> list[Answer]:
-    """A receiving process: the arrived tensors of each version, or the text of the RefitError."""
+    """Receive in this process. Return the arrived tensors of each version, or the text of the RefitError."""
     receiver = open_receiver(spec, plan, rank, CPU)
     answers: list[Answer] = []
     for version in versions:
@@ -57,13 +58,13 @@ def receive(
 
 
 def send(spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Checks, rank: int, world: int) -> list[int]:
-    """A sending process: bytes of each version."""
-    held = tensors()
-    sender = open_sender(spec, source_of(plan, held, rank, world), CPU)
+    """Send from this process. Return the bytes of each version."""
+    weights = make_weights()
+    sender = open_sender(spec, source_of(plan, weights, rank, world), CPU)
     sizes = []
     for version in versions:
-        for name, tensor in tensors(version).items():
-            held[name].copy_(tensor)
+        for name, tensor in make_weights(version).items():
+            weights[name].copy_(tensor)
         sizes.append(sender.send(Header(version, plan.digest, checks)).bytes)
     sender.close()
     return sizes
@@ -75,49 +76,53 @@ PROCESSES.set_forkserver_preload([__name__])
 
 
 @pytest.fixture(scope="module")
-def others() -> Iterator[ProcessPoolExecutor]:
-    """Processes that have begun."""
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Yield three processes once they have started."""
     with ProcessPoolExecutor(3, PROCESSES) as pool:
-        for each in [pool.submit(time.sleep, 0) for _ in range(3)]:
-            each.result(600)
+        for start in [pool.submit(time.sleep, 0) for _ in range(3)]:
+            start.result(600)
         yield pool
 
 
 @pytest.mark.parametrize(("world", "receivers"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("checks", ["all", "sampled"])
 def test_every_version_arrives_bit_for_bit_at_every_receiver(
-    others: ProcessPoolExecutor, world: int, receivers: int, checks: Checks
+    processes: ProcessPoolExecutor, world: int, receivers: int, checks: Checks
 ) -> None:
-    spec, plan = make_spec(PATIENCE_S, receivers), plan_for(tensors(), world, buffer_bytes=300_000)
+    spec = make_spec(PATIENCE_S, receivers)
+    plan = plan_for(make_weights(), world, buffer_bytes=300_000)
     arriving: list[Future[Any]] = [
-        others.submit(receive, spec, plan, [1, 2], checks, rank) for rank in range(1, receivers + 1)
+        processes.submit(receive, spec, plan, [1, 2], checks, rank) for rank in range(1, receivers + 1)
     ]
-    sending = [others.submit(send, spec, plan, [1, 2], checks, rank, world) for rank in range(1, world)]
-    sizes = [send(spec, plan, [1, 2], checks, 0, world), *(part.result(PATIENCE_S) for part in sending)]
-    assert [sum(column) for column in zip(*sizes)] == [plan.payload, plan.payload]
-    for answers in (part.result(PATIENCE_S) for part in arriving):
-        for version, received in zip((1, 2), answers):
-            for name, tensor in tensors(version).items():
+    sending = [processes.submit(send, spec, plan, [1, 2], checks, rank, world) for rank in range(1, world)]
+    sizes = [send(spec, plan, [1, 2], checks, 0, world)]
+    sizes += [future.result(PATIENCE_S) for future in sending]
+    assert [sum(sizes_of_version) for sizes_of_version in zip(*sizes)] == [plan.payload, plan.payload]
+    for future in arriving:
+        for version, received in zip((1, 2), future.result(PATIENCE_S)):
+            for name, tensor in make_weights(version).items():
                 assert torch.equal(received[name], tensor), name
 
 
-def test_another_plan_is_found_out_before_anything_is_received(others: ProcessPoolExecutor) -> None:
-    held = tensors()
-    spec, plan = make_spec(PATIENCE_S), plan_for(held)
-    foreign = plan_for(held, buffer_bytes=300_000)
-    answer = others.submit(receive, spec, foreign, [1], "all")
-    sender = open_sender(spec, source_of(plan, held), CPU)
+def test_another_plan_is_found_out_before_anything_is_received(processes: ProcessPoolExecutor) -> None:
+    weights = make_weights()
+    spec = make_spec(PATIENCE_S)
+    plan = plan_for(weights)
+    foreign_plan = plan_for(weights, buffer_bytes=300_000)
+    answer = processes.submit(receive, spec, foreign_plan, [1], "all")
+    sender = open_sender(spec, source_of(plan, weights), CPU)
     with pytest.raises(PeerLost, match=r"the group broke at matrix to transposed: .*peer"):
         sender.send(Header(1, plan.digest, "all"))
     (text,) = answer.result(PATIENCE_S)
-    assert f"expected version 1 of plan {foreign.digest}, trainer rank 0 sends version 1 of another plan" in text
+    assert f"expected version 1 of plan {foreign_plan.digest}, trainer rank 0 sends version 1 of another plan" in text
 
 
-def test_another_version_than_announced_is_refused(others: ProcessPoolExecutor) -> None:
-    held = tensors()
-    spec, plan = make_spec(PATIENCE_S), plan_for(held)
-    answer = others.submit(receive, spec, plan, [7], "all")
-    sender = open_sender(spec, source_of(plan, held), CPU)
+def test_another_version_than_announced_is_refused(processes: ProcessPoolExecutor) -> None:
+    weights = make_weights()
+    spec = make_spec(PATIENCE_S)
+    plan = plan_for(weights)
+    answer = processes.submit(receive, spec, plan, [7], "all")
+    sender = open_sender(spec, source_of(plan, weights), CPU)
     with pytest.raises(PeerLost):
         sender.send(Header(8, plan.digest, "all"))
     assert "expected version 7" in answer.result(PATIENCE_S)[0]
@@ -125,53 +130,58 @@ def test_another_version_than_announced_is_refused(others: ProcessPoolExecutor) 
 
 
 # The first and the last of three owners share a group.
-@pytest.mark.parametrize(("world", "wrong"), [(2, 1), (3, 2)], ids=["two groups", "one group"])
+@pytest.mark.parametrize(("world", "wrong_rank"), [(2, 1), (3, 2)], ids=["two groups", "one group"])
 def test_one_of_several_owners_with_another_version_is_named_before_anything_is_received(
-    others: ProcessPoolExecutor, world: int, wrong: int
+    processes: ProcessPoolExecutor, world: int, wrong_rank: int
 ) -> None:
-    spec, plan = make_spec(PATIENCE_S), plan_for(tensors(), world)
-    answer = others.submit(receive, spec, plan, [7], "all")
-    sending = [
-        others.submit(send, spec, plan, [8 if rank == wrong else 7], "all", rank, world) for rank in range(1, world)
-    ]
+    spec = make_spec(PATIENCE_S)
+    plan = plan_for(make_weights(), world)
+    answer = processes.submit(receive, spec, plan, [7], "all")
+    sending = []
+    for rank in range(1, world):
+        version = 8 if rank == wrong_rank else 7
+        sending.append(processes.submit(send, spec, plan, [version], "all", rank, world))
     with pytest.raises(PeerLost):
         send(spec, plan, [7], "all", 0, world)
     (text,) = answer.result(PATIENCE_S)
-    assert f"expected version 7 of plan {plan.digest}, trainer rank {wrong} sends version 8 of this plan" in text
-    assert all(isinstance(each.exception(PATIENCE_S), PeerLost) for each in sending)
+    assert f"expected version 7 of plan {plan.digest}, trainer rank {wrong_rank} sends version 8 of this plan" in text
+    assert all(isinstance(future.exception(PATIENCE_S), PeerLost) for future in sending)
 
 
 @pytest.mark.parametrize("buffer_bytes", [300_000, 1 << 20], ids=["chunks", "one chunk"])
-def test_what_arrived_changed_is_named_with_its_owner(others: ProcessPoolExecutor, buffer_bytes: int) -> None:
-    spec, plan = make_spec(PATIENCE_S), plan_for(tensors(), 2, buffer_bytes)
-    answer = others.submit(receive, spec, plan, [1], "all", 1, Damaging)
-    sending = others.submit(send, spec, plan, [1], "all", 1, 2)
+def test_what_arrived_changed_is_named_with_its_owner(processes: ProcessPoolExecutor, buffer_bytes: int) -> None:
+    spec = make_spec(PATIENCE_S)
+    plan = plan_for(make_weights(), 2, buffer_bytes)
+    answer = processes.submit(receive, spec, plan, [1], "all", 1, Damaging)
+    sending = processes.submit(send, spec, plan, [1], "all", 1, 2)
     send(spec, plan, [1], "all", 0, 2)
     sending.result(PATIENCE_S)
     assert answer.result(PATIENCE_S) == ["large arrived changed from trainer rank 1 (version 1)"]
 
 
-def test_a_sender_that_never_sends_is_named_in_time(others: ProcessPoolExecutor) -> None:
-    held = tensors()
-    spec, plan = make_spec(1), plan_for(held)
-    answer = others.submit(receive, spec, plan, [1], "all")
-    sender = open_sender(spec, source_of(plan, held), CPU)
+def test_a_sender_that_never_sends_is_named_in_time(processes: ProcessPoolExecutor) -> None:
+    weights = make_weights()
+    spec = make_spec(1)
+    plan = plan_for(weights)
+    answer = processes.submit(receive, spec, plan, [1], "all")
+    sender = open_sender(spec, source_of(plan, weights), CPU)
     (text,) = answer.result(PATIENCE_S)
     assert "engine worker 1 and trainer rank 0: the group broke at the header" in text
     sender.close()
 
 
 def leave(spec: TransportSpec, plan: RefitPlan) -> None:
-    """Joins, then is gone."""
+    """Join, then leave."""
     open_receiver(spec, plan, 1, CPU).close()
 
 
 def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
-    held = tensors()
-    spec, plan = make_spec(2 * PATIENCE_S), plan_for(held)
+    weights = make_weights()
+    spec = make_spec(2 * PATIENCE_S)
+    plan = plan_for(weights)
     process = PROCESSES.Process(target=leave, args=(spec, plan))
     process.start()
-    sender = open_sender(spec, source_of(plan, held), CPU)
+    sender = open_sender(spec, source_of(plan, weights), CPU)
     process.join(PATIENCE_S)
     begin = time.monotonic()
     with pytest.raises(PeerLost, match="trainer rank 0: the group broke at"):
@@ -180,12 +190,13 @@ def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
     assert time.monotonic() - begin < PATIENCE_S
 
 
-def test_engine_workers_learn_at_once_that_another_is_lost(others: ProcessPoolExecutor) -> None:
-    spec, plan = make_spec(2 * PATIENCE_S, receivers=3), plan_for(tensors())
-    arriving = [others.submit(receive, spec, plan, [1], "all", rank) for rank in (2, 3)]
+def test_engine_workers_learn_at_once_that_another_is_lost(processes: ProcessPoolExecutor) -> None:
+    spec = make_spec(2 * PATIENCE_S, receivers=3)
+    plan = plan_for(make_weights())
+    arriving = [processes.submit(receive, spec, plan, [1], "all", rank) for rank in (2, 3)]
     process = PROCESSES.Process(target=stand_still, args=(spec, plan))
     process.start()
-    sender = open_sender(spec, source_of(plan, tensors()), CPU)
+    sender = open_sender(spec, source_of(plan, make_weights()), CPU)
     begin = time.monotonic()
     process.kill()
     with pytest.raises(PeerLost):
@@ -193,19 +204,20 @@ def test_engine_workers_learn_at_once_that_another_is_lost(others: ProcessPoolEx
             sender.send(Header(version, plan.digest, "all"))
     sender.drop([1], "engine-0 died")
     # Their own deadline is far away.
-    for part in arriving:
-        # One that still joined raises, also halfway on a busy machine.
-        said = str(part.exception(PATIENCE_S) or "") or part.result()[0]
-        assert "the group broke at" in said or "could not join the refit group" in said
+    for future in arriving:
+        # On a busy machine a worker may still join: `receive` then raises instead of returning its error.
+        message = str(future.exception(PATIENCE_S) or "") or future.result()[0]
+        assert "the group broke at" in message or "could not join the refit group" in message
     assert time.monotonic() - begin < PATIENCE_S
     sender.close()
 
 
-def test_who_waits_for_a_dead_one_to_join_is_called_off(others: ProcessPoolExecutor) -> None:
-    spec, plan = make_spec(2 * PATIENCE_S, receivers=2), plan_for(tensors())
-    joining = others.submit(receive, spec, plan, [1], "all", 2)
+def test_who_waits_for_a_dead_one_to_join_is_called_off(processes: ProcessPoolExecutor) -> None:
+    spec = make_spec(2 * PATIENCE_S, receivers=2)
+    plan = plan_for(make_weights())
+    joining = processes.submit(receive, spec, plan, [1], "all", 2)
     with ThreadPoolExecutor(1) as threads:
-        opening = threads.submit(open_sender, spec, source_of(plan, tensors()), CPU)
+        opening = threads.submit(open_sender, spec, source_of(plan, make_weights()), CPU)
         time.sleep(0.5)
         call_off(spec, "engine-0 died during refit_open")
         assert str(opening.exception(PATIENCE_S)) == "engine-0 died during refit_open"
@@ -214,7 +226,7 @@ def test_who_waits_for_a_dead_one_to_join_is_called_off(others: ProcessPoolExecu
 
 
 def stand_still(spec: TransportSpec, plan: RefitPlan) -> None:
-    """Joins, and receives nothing."""
+    """Join, and receive nothing."""
     receiver = open_receiver(spec, plan, 1, CPU)
     time.sleep(10 * PATIENCE_S)
     receiver.close()
@@ -222,8 +234,8 @@ def stand_still(spec: TransportSpec, plan: RefitPlan) -> None:
 
 def test_nobody_to_meet_is_an_error_that_names_the_place() -> None:
     with socket.socket() as unused:
-        # Nobody else can have it, and nobody listens.
+        # No other process can take this port, and nobody listens on it.
         unused.bind(("127.0.0.1", 0))
         spec = replace(make_spec(1), port=unused.getsockname()[1])
         with pytest.raises(RefitError, match=f"nobody could be met at 127.0.0.1:{spec.port}"):
-            open_receiver(spec, plan_for(tensors()), 1, CPU)
+            open_receiver(spec, plan_for(make_weights()), 1, CPU)

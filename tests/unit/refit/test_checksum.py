@@ -15,20 +15,20 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.flo
 ROW = 4096
 
 
-def by_hand(raw: bytes) -> int:
-    """The checksum by plain integers: every end, of every version, must find this."""
-    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw) // 8 * 8, 8)]
-    whole = len(raw) // ROW * (ROW // 8)
+def sum_by_hand(raw: bytes) -> int:
+    """Return the checksum by plain integers: every end, of every version, must find this."""
+    words = [int.from_bytes(raw[start : start + 8], "little") for start in range(0, len(raw) // 8 * 8, 8)]
+    words_in_rows = len(raw) // ROW * (ROW // 8)
     total = 0
     for row in range(len(raw) // ROW):
-        value = sum(words[row * (ROW // 8) : (row + 1) * (ROW // 8)]) % 2**64
-        total += (value ^ value >> 32) * (2 * row + 3)
-    total += sum(words[whole:]) * 1_000_003 + sum(raw[len(words) * 8 :]) * 1_000_003**2
+        row_sum = sum(words[row * (ROW // 8) : (row + 1) * (ROW // 8)]) % 2**64
+        total += (row_sum ^ row_sum >> 32) * (2 * row + 3)
+    total += sum(words[words_in_rows:]) * 1_000_003 + sum(raw[len(words) * 8 :]) * 1_000_003**2
     return (total + 2**63) % 2**64 - 2**63
 
 
-def noise(size: int) -> torch.Tensor:
-    """uint8 [size], the same everywhere, no two equal rows, words of either sign."""
+def make_noise(size: int) -> torch.Tensor:
+    """Return uint8 [size], the same everywhere: no two rows are equal, and words have either sign."""
     return torch.arange(size, dtype=torch.int64).mul(2654435761).bitwise_right_shift(13).remainder(256).to(torch.uint8)
 
 
@@ -44,19 +44,24 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_values_are_those_of_the_formula(sizes: list[int]) -> None:
-    parts = [noise(size + 8 * number)[8 * number :] for number, size in enumerate(sizes)]
-    assert checksums(parts).tolist() == [by_hand(bytes(part.tolist())) for part in parts]
+    parts = [make_noise(size + 8 * number)[8 * number :] for number, size in enumerate(sizes)]
+    assert checksums(parts).tolist() == [sum_by_hand(bytes(part.tolist())) for part in parts]
 
 
 def test_values_are_fixed() -> None:
-    parts = [noise(3 * ROW + 13), torch.arange(5000, dtype=torch.float32), torch.full((2, ROW), 255, dtype=torch.uint8)]
+    parts = [
+        make_noise(3 * ROW + 13),
+        torch.arange(5000, dtype=torch.float32),
+        torch.full((2, ROW), 255, dtype=torch.uint8),
+    ]
     assert checksums(parts).tolist() == [154431913607686031, 3603853522832927970, -34359734280]
 
 
 def test_values_do_not_depend_on_what_was_summed_before() -> None:
-    first, larger = [noise(2 * ROW), noise(13)], [noise(9 * ROW + 5), noise(2 * ROW), noise(64 * ROW)]
+    first = [make_noise(2 * ROW), make_noise(13)]
+    larger = [make_noise(9 * ROW + 5), make_noise(2 * ROW), make_noise(64 * ROW)]
     for parts in (first, larger, first):
-        assert checksums(parts).tolist() == [by_hand(bytes(part.tolist())) for part in parts]
+        assert checksums(parts).tolist() == [sum_by_hand(bytes(part.tolist())) for part in parts]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,19 +88,20 @@ def test_any_flipped_bit_is_seen(place: int, bit: int, size: int) -> None:
 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 63))
-def test_rows_that_change_places_are_seen(one: int, other: int, bit: int) -> None:
+def test_rows_that_change_places_are_seen(row: int, other_row: int, bit: int) -> None:
     rows = torch.zeros(5, ROW // 8, dtype=torch.int64)
     # The highest bit too: twice it is nothing.
-    rows[one, 0] = 1 << bit if bit < 63 else -(1 << 63)
+    rows[row, 0] = 1 << bit if bit < 63 else -(1 << 63)
     swapped = rows.clone()
-    swapped[[one, other]] = rows[[other, one]]
-    assert (checksum(rows) == checksum(swapped)) == (one == other)
+    swapped[[row, other_row]] = rows[[other_row, row]]
+    assert (checksum(rows) == checksum(swapped)) == (row == other_row)
 
 
 def test_minus_zero_and_the_kinds_of_nan_differ() -> None:
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
-    quiet, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
-    assert checksum(quiet) != checksum(other)
+    quiet_nan = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert checksum(quiet_nan) != checksum(other_nan)
 
 
 def test_nothing_sums_to_zero_and_several_sums_are_the_single_ones() -> None:

@@ -8,12 +8,13 @@ from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, v
 from rlctl.refit.protocol import RefitError
 from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
-Q, K = torch.arange(24.0).view(6, 4), torch.arange(100.0, 108.0).view(2, 4)
+Q = torch.arange(24.0).view(6, 4)
+K = torch.arange(100.0, 108.0).view(2, 4)
 LAYOUT = [("q", (6, 4), "float32"), ("k", (2, 4), "float32")]
 
 
-def fused() -> tuple[Tensor, list[ParamSlice]]:
-    """q and k stacked in one parameter, as fused projections are."""
+def make_fused_parameter() -> tuple[Tensor, list[ParamSlice]]:
+    """Return a parameter with q and k stacked, as fused projections are, and its regions."""
     parameter = torch.zeros(8, 4)
     regions = [
         ParamSlice(TensorSlice("q", (0, 0), (6, 4)), parameter[:6]),
@@ -24,12 +25,13 @@ def fused() -> tuple[Tensor, list[ParamSlice]]:
 
 def fill(sink: ParamSliceSink, plan: RefitPlan) -> None:
     tensors = {"q": Q, "k": K}
-    sink.copies((n, tensors[item.box.name][item.box.slices()]) for n, item in enumerate(plan.items)).run()
+    arrived = [(number, tensors[item.box.name][item.box.slices()]) for number, item in enumerate(plan.items)]
+    sink.copies(arrived).run()
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 48, 32, 16])
 def test_items_of_any_cut_land_in_place(buffer_bytes: int) -> None:
-    parameter, regions = fused()
+    parameter, regions = make_fused_parameter()
     plan = RefitPlan.build(LAYOUT, buffer_bytes=buffer_bytes)
     sink = ParamSliceSink(plan, regions)
     targets = [sink.target(number) for number in range(len(plan.items))]
@@ -40,16 +42,19 @@ def test_items_of_any_cut_land_in_place(buffer_bytes: int) -> None:
 
 def test_a_tensor_parallel_rank_keeps_its_part_and_has_no_target_for_more() -> None:
     parameter = torch.zeros(6, 2)
-    sink = ParamSliceSink(plan := RefitPlan.build(LAYOUT), [ParamSlice(TensorSlice("q", (0, 2), (6, 2)), parameter)])
+    plan = RefitPlan.build(LAYOUT)
+    sink = ParamSliceSink(plan, [ParamSlice(TensorSlice("q", (0, 2), (6, 2)), parameter)])
     assert [sink.target(number) for number in range(len(plan.items))] == [None, None]
     fill(sink, plan)
     assert torch.equal(parameter, Q[:, 2:])
 
 
 def test_an_item_over_two_parameters_reaches_both_and_another_dtype_is_converted() -> None:
-    upper, lower = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
+    upper = torch.zeros(3, 4)
+    lower = torch.zeros(3, 4, dtype=torch.bfloat16)
     regions = [ParamSlice(TensorSlice("q", (0, 0), (3, 4)), upper), ParamSlice(TensorSlice("q", (3, 0), (3, 4)), lower)]
-    sink = ParamSliceSink(plan := RefitPlan.build(LAYOUT), regions)
+    plan = RefitPlan.build(LAYOUT)
+    sink = ParamSliceSink(plan, regions)
     assert sink.target(0) is None
     fill(sink, plan)
     assert torch.equal(upper, Q[:3])
@@ -64,7 +69,8 @@ def test_twins_change_nothing_live_until_the_commit_and_padding_survives_it() ->
     ]
     shadow = ShadowParams({"w": live}, regions)
     assert shadow.nbytes == live.numel() * 4
-    fill(ParamSliceSink(plan := RefitPlan.build(LAYOUT), shadow.regions), plan)
+    plan = RefitPlan.build(LAYOUT)
+    fill(ParamSliceSink(plan, shadow.regions), plan)
     assert (live == -1).all()
     shadow.commit()
     assert torch.equal(live[:8], torch.cat([Q, K]))
@@ -72,7 +78,7 @@ def test_twins_change_nothing_live_until_the_commit_and_padding_survives_it() ->
 
 
 def test_a_parameter_that_would_keep_old_numbers_is_named() -> None:
-    parameter, regions = fused()
+    parameter, regions = make_fused_parameter()
     verify_complete(regions, {"qk": parameter}, set())
     with pytest.raises(RefitError, match=r"the engine's qk has 32 numbers, the trainer's tensors fill 24"):
         verify_complete(regions[:1], {"qk": parameter}, set())

@@ -8,19 +8,19 @@ from rlctl.refit.protocol import Header
 from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.weight_sink import BatchedCopy
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream
-from tests.unit.refit.weights import CPU, plan_for, tensors
+from tests.unit.refit.weights import CPU, make_weights, plan_for
 
 
 class SlowEvent(DeviceEvent):
-    """Is reached when it is asked for the third time."""
+    """Event that is reached at the third call of `reached`."""
 
     def __init__(self) -> None:
         super().__init__(None)
-        self.asked = 0
+        self.calls = 0
 
     def reached(self) -> bool:
-        self.asked += 1
-        return self.asked >= 3
+        self.calls += 1
+        return self.calls >= 3
 
 
 class SlowStream(DeviceStream):
@@ -29,12 +29,12 @@ class SlowStream(DeviceStream):
 
 
 class Wireless(ReceiverTransport):
-    """Chunks arrive at once; notes which end of loading had been asked for how often when a chunk was given back."""
+    """Transport whose chunks arrive at once. `give_back` notes the calls that later chunks' ends have had."""
 
     def __init__(self, plan: RefitPlan) -> None:
         self.order = list(enumerate(plan.chunks))
         self.ends: dict[int, list[SlowEvent]] = {owner: [] for owner in plan.owners}
-        self.later: list[int] = []
+        self.calls_of_later_ends: list[int] = []
 
     def begin(self, *_: Any) -> None: ...
 
@@ -49,7 +49,7 @@ class Wireless(ReceiverTransport):
 
     def give_back(self, chunk: Chunk) -> None:
         self.ends[chunk.owner].pop(0)
-        self.later += [end.asked for end in self.ends[chunk.owner]]
+        self.calls_of_later_ends += [end.calls for end in self.ends[chunk.owner]]
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
         return {}
@@ -71,10 +71,10 @@ class NoSink:
 
 
 def test_a_device_is_asked_only_for_the_next_chunk_of_each_owner() -> None:
-    plan = plan_for(tensors(), world=2, buffer_bytes=1 << 18)
+    plan = plan_for(make_weights(), world=2, buffer_bytes=1 << 18)
     transport = Wireless(plan)
     assert all(len(list(plan.chunks_of(owner))) > 2 for owner in plan.owners)
     report = ChunkReceiver(transport, plan, 1, CPU, 10).receive(Header(0, plan.digest, "off"), NoSink())
     assert report.bytes == plan.payload
-    assert set(transport.later) == {0}
+    assert set(transport.calls_of_later_ends) == {0}
     assert not any(transport.ends.values())

@@ -10,7 +10,18 @@ from rlctl.refit.refit_plan import TensorSlice, layout_digest
 from rlctl.refit.sender import Holding, SendsWeights
 
 LAYOUT = [("a", (4, 2), "float32"), ("b", (2,), "float32")]
-OPTIONS = RefitOptions("broadcast", "float32", "auto", 2, 0.02, 1.0, "", "all", False, False)
+OPTIONS = RefitOptions(
+    kind="broadcast",
+    dtype="float32",
+    mode="auto",
+    num_buffers=2,
+    buffer_memory_ratio=0.02,
+    timeout_s=1.0,
+    folder="",
+    checks="all",
+    colocated=False,
+    in_flight=False,
+)
 
 
 class Answered:
@@ -22,19 +33,20 @@ class Answered:
 
 
 class Ranks:
-    """Trainer ranks that have answered. `start` is that of rank 0."""
+    """Trainer ranks that answer at once. `start` calls rank 0."""
 
     deadline_s = 1.0
 
     def __init__(self, holdings: list[Holding]) -> None:
-        self.holdings, self.workers = holdings, [self]
+        self.holdings = holdings
+        self.workers = [self]
 
     def __len__(self) -> int:
         return len(self.holdings)
 
     def run(self, method: Any, per_rank: list[Any]) -> list[Holding]:
         assert method is SendsWeights.refit_holding
-        self.asked = per_rank
+        self.arguments_by_rank = per_rank
         return self.holdings
 
     def start(self, method: Any, *arguments: Any) -> Answered:
@@ -48,10 +60,10 @@ def test_a_rank_of_another_model_is_named() -> None:
     ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", boxes, 1 << 30), Holding(other, "", [], 1 << 30)])
     with pytest.raises(RefitError, match="trainer rank 1 has other tensors, shapes or dtypes than trainer rank 0"):
         Refit(ranks, OPTIONS)
-    assert ranks.asked == [("float32", True)] * 2
+    assert ranks.arguments_by_rank == [("float32", True)] * 2
 
 
 def test_ranks_that_hold_the_same_as_others_send_no_boxes() -> None:
     ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", [], 1 << 30)] * 4)
     assert ask_holdings(ranks, "float32", range(2)) == (LAYOUT, ranks.holdings)
-    assert ranks.asked == [("float32", True)] * 2 + [("float32", False)] * 2
+    assert ranks.arguments_by_rank == [("float32", True)] * 2 + [("float32", False)] * 2

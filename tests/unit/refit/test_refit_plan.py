@@ -1,7 +1,7 @@
 """The plan: every number of every tensor travels once, in chunks that fit a buffer, by a digest both ends share."""
 
 import pickle
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from math import prod
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlctl.refit.protocol import Header, RefitError
 from rlctl.refit.refit_plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, RefitPlan, TensorSlice
-from tests.unit.refit.weights import layout, plan_for, tensors
+from tests.unit.refit.weights import make_weights, plan_for
 
 Row = tuple[str, tuple[int, ...], str]
 LAYOUT: list[Row] = [("a", (3, 5), "float32"), ("b", (), "bfloat16"), ("c", (1000,), "float32")]
@@ -18,12 +18,12 @@ LAYOUT: list[Row] = [("a", (3, 5), "float32"), ("b", (), "bfloat16"), ("c", (100
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 dtypes = st.sampled_from([*ITEM_BYTES])
 layouts = st.dictionaries(st.text(min_size=1, max_size=4), st.tuples(shapes, dtypes), min_size=1).map(
-    lambda found: [(name, shape, dtype) for name, (shape, dtype) in found.items()]
+    lambda tensors: [(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
 )
 
 
 def row_boxes(rows: list[Row], world: int) -> list[list[TensorSlice]]:
-    """Every tensor in runs of rows; scalars are held by all ranks."""
+    """Return the boxes of each rank: every tensor in runs of rows. All ranks hold the scalars."""
     boxes: list[list[TensorSlice]] = [[] for _ in range(world)]
     for name, shape, _ in rows:
         for rank in range(world):
@@ -31,9 +31,11 @@ def row_boxes(rows: list[Row], world: int) -> list[list[TensorSlice]]:
                 boxes[rank].append(TensorSlice(name, (), ()))
                 continue
             size = -(-shape[0] // world)
-            begin, end = min(rank * size, shape[0]), min((rank + 1) * size, shape[0])
+            begin = min(rank * size, shape[0])
+            end = min((rank + 1) * size, shape[0])
             if end > begin:
-                boxes[rank].append(TensorSlice(name, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:])))
+                start = (begin, *[0] * (len(shape) - 1))
+                boxes[rank].append(TensorSlice(name, start, (end - begin, *shape[1:])))
     return boxes
 
 
@@ -57,12 +59,14 @@ def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(
         covered[item.entry] += prod(item.box.shape)
         assert item.nbytes == prod(item.box.shape) * ITEM_BYTES[plan.entries[item.entry].dtype] > 0
     assert covered == [prod(shape) for _, shape, _ in rows]
-    assert [n for chunk in plan.chunks for n in chunk.numbers] == list(range(len(plan.items)))
+    numbers = list[int]()
     for chunk in plan.chunks:
+        numbers += chunk.numbers
         assert 0 < chunk.nbytes <= max(limit, widest) + ALIGNMENT
-        places = [(plan.items[n].offset, plan.items[n].nbytes) for n in chunk.numbers]
-        assert all(offset % ALIGNMENT == 0 for offset, _ in places)
-        assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
+        items = [plan.items[number] for number in chunk.numbers]
+        assert all(item.offset % ALIGNMENT == 0 for item in items)
+        assert all(item.offset + item.nbytes <= next_item.offset for item, next_item in pairwise(items))
+    assert numbers == list(range(len(plan.items)))
 
 
 @given(layouts, st.integers(1, 4))
@@ -70,10 +74,11 @@ def test_segments_are_one_large_item_or_a_run_of_small_ones(rows: list[Row], wor
     plan = RefitPlan.build(rows, row_boxes(rows, world))
     for chunk in plan.chunks:
         for segment in chunk.segments:
-            first, last = plan.items[segment.first], plan.items[segment.last - 1]
-            assert (segment.offset, segment.nbytes) == (first.offset, last.offset + last.nbytes - first.offset)
+            items = plan.items[segment.first : segment.last]
+            assert segment.offset == items[0].offset
+            assert segment.offset + segment.nbytes == items[-1].offset + items[-1].nbytes
             if not segment.is_single:
-                assert all(plan.items[n].nbytes < PACKED_BYTES for n in range(segment.first, segment.last))
+                assert all(item.nbytes < PACKED_BYTES for item in items)
 
 
 def test_large_tensors_travel_alone_and_small_ones_between_them_together() -> None:
@@ -109,11 +114,13 @@ def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Ro
     plan = RefitPlan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
     if not plan.chunks:
         return
-    taken = plan.chunks_for(receiver)
-    assert sorted(number for number, _ in taken) == list(range(len(plan.chunks)))
+    chunks = plan.chunks_for(receiver)
+    assert sorted(number for number, _ in chunks) == list(range(len(plan.chunks)))
     for owner in plan.owners:
-        assert [part for part in taken if part[1].owner == owner] == list(plan.chunks_of(owner))
-    assert taken[0][1].owner == plan.owners[(receiver - 1) % len(plan.owners)]
+        owners_chunks = [(number, chunk) for number, chunk in chunks if chunk.owner == owner]
+        assert owners_chunks == list(plan.chunks_of(owner))
+    _, first_chunk = chunks[0]
+    assert first_chunk.owner == plan.owners[(receiver - 1) % len(plan.owners)]
 
 
 def test_chunks_are_small_at_both_ends_and_grow_towards_the_middle() -> None:
@@ -149,19 +156,20 @@ def test_a_row_that_fits_no_buffer_names_the_knob() -> None:
 
 
 @given(layouts, layouts)
-def test_two_layouts_share_a_digest_only_if_they_are_the_same(one: list[Row], other: list[Row]) -> None:
-    assert (RefitPlan.build(one).digest == RefitPlan.build(other).digest) == (one == other)
-    assert RefitPlan.build(one).digest == RefitPlan.build(list(one)).digest
+def test_two_layouts_share_a_digest_only_if_they_are_the_same(rows: list[Row], other_rows: list[Row]) -> None:
+    assert (RefitPlan.build(rows).digest == RefitPlan.build(other_rows).digest) == (rows == other_rows)
+    assert RefitPlan.build(rows).digest == RefitPlan.build(list(rows)).digest
 
 
 def test_another_owner_or_boundary_is_another_digest() -> None:
-    held = tensors()
-    digests = {plan_for(held, world, size).digest for world in (1, 2, 3) for size in (300_000, 1 << 20)}
+    weights = make_weights()
+    sizes = product((1, 2, 3), (300_000, 1 << 20))
+    digests = {plan_for(weights, world, buffer_bytes).digest for world, buffer_bytes in sizes}
     assert len(digests) == 6
 
 
 def test_a_plan_that_travelled_is_the_same() -> None:
-    plan = plan_for(tensors(), 2, 300_000)
+    plan = plan_for(make_weights(), 2, 300_000)
     arrived = pickle.loads(pickle.dumps(plan))
     assert arrived == plan and arrived.digest == plan.digest and arrived.chunks[0].numbers == plan.chunks[0].numbers
 
@@ -174,32 +182,32 @@ def test_a_header_of_another_plan_is_refused() -> None:
 
 
 def test_sampled_checks_reach_every_item_within_a_sample_of_versions() -> None:
-    plan = plan_for(tensors(), buffer_bytes=4096 * 4)
-    parts = [plan.checked_items(Header(version, plan.digest, "sampled")) for version in range(SAMPLE)]
-    assert sorted(n for part in parts for n in part) == list(range(len(plan.items)))
+    plan = plan_for(make_weights(), buffer_bytes=4096 * 4)
+    samples = [plan.checked_items(Header(version, plan.digest, "sampled")) for version in range(SAMPLE)]
+    assert sorted(chain.from_iterable(samples)) == list(range(len(plan.items)))
     assert plan.checked_items(Header(5, plan.digest, "all")) == frozenset(range(len(plan.items)))
     assert plan.checked_items(Header(5, plan.digest, "off")) == frozenset()
 
 
 def test_every_rank_of_an_uneven_split_sends_its_own() -> None:
-    held = tensors()
-    plan = plan_for(held, 3)
+    weights = make_weights()
+    plan = plan_for(weights, 3)
     assert sum(item.nbytes for item in plan.items) == plan.payload
-    assert {name for name, *_ in layout(held)} - {item.box.name for item in plan.items} == {"none"}
+    assert weights.keys() - {item.box.name for item in plan.items} == {"none"}
 
 
 def test_the_number_of_groups_does_not_grow_with_the_owners() -> None:
-    rows, layout = 512, [("a", (512, 2), "float32")]
+    rows = 512
     for owners in (1, 2, 3, 64, 512):
         share = -(-rows // owners)
-        boxes = [
-            [TensorSlice("a", (rank * share, 0), (min(share, rows - rank * share), 2))]
-            for rank in range(owners)
-            if rank * share < rows
-        ]
-        plan = RefitPlan.build(layout, boxes)
+        boxes = [[TensorSlice("a", (begin, 0), (min(share, rows - begin), 2))] for begin in range(0, rows, share)]
+        plan = RefitPlan.build([("a", (rows, 2), "float32")], boxes)
         assert len(plan.owner_groups) == min(owners, 2)
-        assert sorted(owner for group in plan.owner_groups for owner in group) == list(plan.owners)
+        assert sorted(chain.from_iterable(plan.owner_groups)) == list(plan.owners)
         # Neighbours in sending order are of different groups, so that one is loaded while the next one arrives.
-        order = [next(place for place, group in enumerate(plan.owner_groups) if c.owner in group) for c in plan.chunks]
-        assert owners == 1 or all(one != other for one, other in pairwise(order))
+        for chunk, next_chunk in pairwise(plan.chunks):
+            assert owners == 1 or group_of(plan, chunk.owner) != group_of(plan, next_chunk.owner)
+
+
+def group_of(plan: RefitPlan, owner: int) -> int:
+    return next(number for number, group in enumerate(plan.owner_groups) if owner in group)

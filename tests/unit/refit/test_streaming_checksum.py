@@ -11,18 +11,20 @@ CPU = torch.device("cpu")
 
 
 def test_every_refit_has_the_checksums_of_what_lies_there_then() -> None:
-    sums, held = StreamingChecksums(CPU), {number: torch.randn(700 + number, 3) for number in range(5)}
+    sums = StreamingChecksums(CPU)
+    items = {number: torch.randn(700 + number, 3) for number in range(5)}
     for checked in ([0, 3], [4], [], [1, 2]):
-        for tensor in held.values():
+        for tensor in items.values():
             tensor.normal_()
         sums.start(len(checked))
-        sums.queue(checked[:1], held.__getitem__, slot=0)
-        sums.queue_unmoved({number: held[number] for number in checked[1:]}, DeviceStream(CPU).mark())
-        assert sums.values() == {number: checksum(held[number]) for number in checked}
+        sums.queue(checked[:1], items.__getitem__, slot=0)
+        sums.queue_unmoved({number: items[number] for number in checked[1:]}, DeviceStream(CPU).mark())
+        assert sums.values() == {number: checksum(items[number]) for number in checked}
 
 
 def test_items_of_two_slots_are_not_mixed_up() -> None:
-    sums, slots = StreamingChecksums(CPU), [torch.full((4096,), value) for value in (1.0, 2.0)]
+    sums = StreamingChecksums(CPU)
+    slots = [torch.full((4096,), 1.0), torch.full((4096,), 2.0)]
     for version in range(4):
         sums.start(1)
         sums.queue([0], lambda _, slot=version % 2: slots[slot], slot=version % 2)  # type: ignore[misc]
@@ -32,7 +34,7 @@ def test_items_of_two_slots_are_not_mixed_up() -> None:
 def test_what_is_made_for_a_checksum_is_let_go_before_the_next_is_made() -> None:
     memory: list[StorageWeakRef] = []
 
-    def made(number: int) -> torch.Tensor:
+    def make_item(number: int) -> torch.Tensor:
         assert all(storage.expired() for storage in memory)
         tensor = torch.arange(5000 + number)
         memory.append(StorageWeakRef(tensor.untyped_storage()))
@@ -40,5 +42,5 @@ def test_what_is_made_for_a_checksum_is_let_go_before_the_next_is_made() -> None
 
     sums = StreamingChecksums(CPU)
     sums.start(4)
-    sums.queue(range(4), made)
+    sums.queue(range(4), make_item)
     assert len(memory) == 4

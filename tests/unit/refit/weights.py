@@ -9,8 +9,8 @@ from rlctl.refit.weight_source import Shard, WeightSource
 CPU = torch.device("cpu")
 
 
-def tensors(version: int = 0) -> dict[str, Tensor]:
-    """Every travelling dtype, odd sizes, a scalar, an empty one, one that is not contiguous, a large one."""
+def make_weights(version: int = 0) -> dict[str, Tensor]:
+    """Return tensors of every dtype that travels: odd sizes, a scalar, an empty, a transposed and a large tensor."""
     torch.manual_seed(version)
     return {
         "matrix": torch.randn(7, 13),
@@ -25,28 +25,30 @@ def tensors(version: int = 0) -> dict[str, Tensor]:
     }
 
 
-def layout(held: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
-    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in held.items()]
+def layout_of(weights: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights.items()]
 
 
-def shards_of(held: dict[str, Tensor], rank: int, world: int) -> list[Shard]:
-    """Rows in runs of equal length, the last rank's shorter; a scalar is rank 0's."""
-    found = []
-    for name, tensor in held.items():
+def shards_of(weights: dict[str, Tensor], rank: int, world: int) -> list[Shard]:
+    """Cut rows in runs of equal length. The last rank's runs are shorter. Rank 0 has the scalars."""
+    shards = []
+    for name, tensor in weights.items():
         if tensor.ndim == 0:
-            found += [Shard(name, (), tensor)] if rank == 0 else []
+            if rank == 0:
+                shards.append(Shard(name, (), tensor))
             continue
-        per_rank = -(-tensor.shape[0] // world)
-        mine = tensor[rank * per_rank : (rank + 1) * per_rank]
-        if mine.numel():
-            found.append(Shard(name, (rank * per_rank,) + (0,) * (tensor.ndim - 1), mine))
-    return found
+        rows_per_rank = -(-tensor.shape[0] // world)
+        rows = tensor[rank * rows_per_rank : (rank + 1) * rows_per_rank]
+        if rows.numel():
+            start = (rank * rows_per_rank, *[0] * (tensor.ndim - 1))
+            shards.append(Shard(name, start, rows))
+    return shards
 
 
-def plan_for(held: dict[str, Tensor], world: int = 1, buffer_bytes: int = 1 << 20) -> RefitPlan:
-    boxes = [[shard.box for shard in shards_of(held, rank, world)] for rank in range(world)]
-    return RefitPlan.build(layout(held), boxes, buffer_bytes)
+def plan_for(weights: dict[str, Tensor], world: int = 1, buffer_bytes: int = 1 << 20) -> RefitPlan:
+    boxes = [[shard.box for shard in shards_of(weights, rank, world)] for rank in range(world)]
+    return RefitPlan.build(layout_of(weights), boxes, buffer_bytes)
 
 
-def source_of(plan: RefitPlan, held: dict[str, Tensor], rank: int = 0, world: int = 1) -> WeightSource:
-    return WeightSource(plan, rank, shards_of(held, rank, world))
+def source_of(plan: RefitPlan, weights: dict[str, Tensor], rank: int = 0, world: int = 1) -> WeightSource:
+    return WeightSource(plan, rank, shards_of(weights, rank, world))
