@@ -14,7 +14,7 @@ HALF = torch.bfloat16
 
 
 class Tied(nn.Module):
-    """Two layers of a kind, a tied output, and a scale that stays float32."""
+    """Model of two equal layers, a tied output, and a scale that stays float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,76 +32,82 @@ class Tied(nn.Module):
         return self.head((hidden * self.scale).to(hidden.dtype))
 
 
-def example() -> tuple[Tied, Tensor, Tensor]:
+def make_example() -> tuple[Tied, Tensor, Tensor]:
     torch.manual_seed(0)
     return Tied(), torch.arange(7) % 11, torch.rand(7, 1)
 
 
-def cast(model: Tied) -> Tied:
+def cast_layers(model: Tied) -> Tied:
     for layer in model.layers:
         compute_in(layer, HALF, set())
     compute_in(model, HALF, {model.scale, *model.layers.parameters()})
     return model
 
 
-def gradients(model: nn.Module, tokens: Tensor, factor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    out = model(tokens, factor)
-    (out.float().square().sum() / 7).backward()
-    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def run_backward(model: nn.Module, tokens: Tensor, factor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the output of a model and the gradient of each parameter."""
+    output = model(tokens, factor)
+    (output.float().square().sum() / 7).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return output.detach(), gradients
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_results_are_those_of_a_model_in_the_dtype_and_gradients_are_float32(recomputes: bool) -> None:
-    model, tokens, factor = example()
+    model, tokens, factor = make_example()
     plain = copy.deepcopy(model)
     plain.to(HALF).scale.data = model.scale.detach().clone()
-    held = dict(model.named_parameters())
-    cast(model).recomputes = recomputes
-    (out, found), (expected, wanted) = gradients(model, tokens, factor), gradients(plain, tokens, factor.to(HALF))
-    assert out.dtype == HALF and torch.equal(out, expected)
-    assert found.keys() == wanted.keys() == held.keys()
-    for name, gradient in wanted.items():
-        assert found[name].dtype == torch.float32 and torch.equal(found[name], gradient.float()), name
+    parameters = dict(model.named_parameters())
+    cast_layers(model).recomputes = recomputes
+    output, gradients = run_backward(model, tokens, factor)
+    expected_output, expected_gradients = run_backward(plain, tokens, factor.to(HALF))
+    assert output.dtype == HALF and torch.equal(output, expected_output)
+    assert gradients.keys() == expected_gradients.keys() == parameters.keys()
+    for name, expected in expected_gradients.items():
+        assert gradients[name].dtype == torch.float32 and torch.equal(gradients[name], expected.float()), name
     # Parameters are in their places again, and a second pass adds up in float32.
-    assert all(each is held[name] for name, each in model.named_parameters())
-    once = {name: gradient.clone() for name, gradient in found.items()}
-    again = gradients(model, tokens, factor)[1]
-    for name, gradient in once.items():
-        torch.testing.assert_close(again[name], 2 * gradient, atol=0, rtol=0)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    first_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    _, summed_gradients = run_backward(model, tokens, factor)
+    for name, gradient in first_gradients.items():
+        torch.testing.assert_close(summed_gradients[name], 2 * gradient, atol=0, rtol=0)
 
 
 def test_parameters_are_in_their_places_after_an_error() -> None:
-    model, tokens, factor = example()
-    held = dict(model.named_parameters())
+    model, tokens, factor = make_example()
+    parameters = dict(model.named_parameters())
     with pytest.raises(IndexError):
-        cast(model)(tokens + 11, factor)
-    assert all(each is held[name] for name, each in model.named_parameters())
+        cast_layers(model)(tokens + 11, factor)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
 
 
 def test_a_model_in_the_dtype_is_left_alone() -> None:
-    model, *_ = example()
+    model, *_ = make_example()
     compute_in(model, torch.float32, set())
     assert "forward" not in vars(model)
 
 
 def test_one_graph_serves_all_layers_and_lengths_and_knows_their_sizes() -> None:
-    model, tokens, factor = example()
+    model, tokens, factor = make_example()
     torch._dynamo.reset()
-    sizes = []
+    matrix_shapes = []
 
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        given = (node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder"))
-        sizes.extend(tuple(each.shape) for each in given if isinstance(each, Tensor) and each.ndim == 2)
+    def note_shapes(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        for node in graph.graph.find_nodes(op="placeholder"):
+            example = node.meta["example_value"]
+            if isinstance(example, Tensor) and example.ndim == 2:
+                matrix_shapes.append(tuple(example.shape))
         return graph
 
     for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
-    cast(model)
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=note_shapes)
+    cast_layers(model)
 
-    def work() -> None:
+    def run_lengths() -> None:
         for length in (7, 5, 3):
-            gradients(model, tokens[:length], factor[:length])
+            run_backward(model, tokens[:length], factor[:length])
 
-    assert new_graphs(work) == 1
+    assert new_graphs(run_lengths) == 1
     # Weights have constant sizes. Only the input does not.
-    assert sorted(all(isinstance(size, int) for size in shape) for shape in sizes) == [False, True, True]
+    are_constant = [all(isinstance(size, int) for size in shape) for shape in matrix_shapes]
+    assert sorted(are_constant) == [False, True, True]

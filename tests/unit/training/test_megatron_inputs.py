@@ -13,14 +13,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def megatron() -> None:
-    """Imported by these tests, and not by every process that collects them: 0.8 s."""
+    """Import megatron in these tests, and not in every process that collects them: 0.8 s."""
     pytest.importorskip("megatron.core")
 
 
-def table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """As a rotary module gives it: [1, T, dim] each; here of the positions themselves."""
-    both = positions[..., None].to(like.dtype).expand(-1, -1, 4)
-    return both, -both
+def make_rotary_table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors of [1, T, dim], as a rotary module does; here of the positions themselves."""
+    numbers = positions[..., None].to(like.dtype).expand(-1, -1, 4)
+    return numbers, -numbers
 
 
 def sequence(*tokens: int) -> TrainingSample:
@@ -35,12 +35,15 @@ def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
 
     packed = pack([sequence(*range(1, length + 1)) for length in lengths], CPU)
     ranks = min(2, multiple)
-    parts = [PackSlicer(table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
+    parts = [PackSlicer(make_rotary_table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
     assert [len(part.tokens) for part in parts] == [total // ranks] * ranks
-    tokens, positions = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "positions"))
+    tokens = torch.cat([part.tokens for part in parts])
+    positions = torch.cat([part.positions for part in parts])
     assert tokens[: sum(lengths)].equal(packed.tokens)
     filler = total - sum(lengths)
-    bounds = np.cumsum([0, *lengths, *[filler] * bool(filler)]).tolist()
+    bounds = np.cumsum([0, *lengths]).tolist()
+    if filler:
+        bounds.append(total)
     for part in parts:
         assert part.tokens.equal(tokens[part.first : part.first + len(part.tokens)])
         assert part.pack.cu_seqlens is not None and part.pack.cos is not None
@@ -53,5 +56,5 @@ def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
 def test_a_rank_without_work_has_two_tokens_for_each_of_those_that_share_them(multiple: int) -> None:
     from rlctl.training.megatron.stage_io import PackSlicer
 
-    given = PackSlicer(table, torch.float32, multiple, 0, 1)(pack([], CPU))
-    assert len(given.tokens) == 2 * multiple
+    part = PackSlicer(make_rotary_table, torch.float32, multiple, 0, 1)(pack([], CPU))
+    assert len(part.tokens) == 2 * multiple

@@ -29,8 +29,8 @@ def test_rows_of_a_rollout_have_one_index() -> None:
     rows = [replace(sequence(5, 6), rollout=rollout) for rollout in (9, None, 9, None)]
     packed = pack(rows, CPU)
     assert packed.rollout.tolist() == [0, 0, 1, 1, 0, 0, 2, 2] and packed.num_rollouts == 3
-    own = pack([sequence(5, 6), sequence(7)], CPU)
-    assert own.rollout is own.sequence and own.num_rollouts == 2
+    separate_rows = pack([sequence(5, 6), sequence(7)], CPU)
+    assert separate_rows.rollout is separate_rows.sequence and separate_rows.num_rollouts == 2
 
 
 def test_a_first_token_is_masked_whatever_its_sequence_says() -> None:

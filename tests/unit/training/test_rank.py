@@ -5,8 +5,8 @@ import sys
 
 
 def test_the_hosted_class_is_imported_without_torchs_compiler() -> None:
-    """It may look at devices, and takes 2.5 s."""
+    """Importing the compiler takes 2.5 s and may look at devices."""
     slow = ("torch._dynamo", "torch._inductor", "triton", "torch.distributed.checkpoint", "transformers")
     code = f"import sys, rlctl.training.trainer_worker; print([name for name in {slow} if name in sys.modules])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
-    assert told.stdout == "[]\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    assert process.stdout == "[]\n"

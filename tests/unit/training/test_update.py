@@ -11,17 +11,20 @@ from rlctl.training.update import divide_and_clip, gradient_norm
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1, 1e6), st.floats(1e-3, 1e3))
-def test_gradients_are_divided_before_they_are_clipped(scale: float, normalizer: float, most: float) -> None:
+def test_gradients_are_divided_before_they_are_clipped(scale: float, normalizer: float, max_norm: float) -> None:
     gradients = [scale * torch.tensor([3.0, 0.0]), scale * torch.tensor([[4.0]])]
-    norm = divide_and_clip(gradients, [], 5.0 * scale, 1.0, normalizer, most)
+    norm = divide_and_clip(
+        gradients, named_gradients=[], norm=5.0 * scale, loss=1.0, normalizer=normalizer, max_norm=max_norm
+    )
     assert norm == pytest.approx(5.0 * scale / normalizer)
-    left = torch.cat([gradient.flatten() for gradient in gradients])
-    assert float(left.norm()) == pytest.approx(min(norm, most), rel=1e-3)
-    assert left.tolist() == pytest.approx([float(left.norm()) * each for each in (0.6, 0.0, 0.8)])
+    clipped = torch.cat([gradient.flatten() for gradient in gradients])
+    clipped_norm = float(clipped.norm())
+    assert clipped_norm == pytest.approx(min(norm, max_norm), rel=1e-3)
+    assert clipped.tolist() == pytest.approx([0.6 * clipped_norm, 0.0, 0.8 * clipped_norm])
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "said"),
+    ("loss", "norm", "message"),
     [
         (math.nan, 1.0, "the loss is nan; the weights were left as they were"),
         (1.0, math.inf, r"the gradient norm is inf \(first in bad, 1 of 2 tensors\)"),
@@ -32,23 +35,23 @@ def test_gradients_are_divided_before_they_are_clipped(scale: float, normalizer:
         ),
     ],
 )
-def test_what_is_not_finite_is_named_and_nothing_changed(loss: float, norm: float, said: str) -> None:
-    named = {"good": torch.ones(2), "bad": torch.tensor([1.0, math.inf])}
-    with pytest.raises(FloatingPointError, match=said):
-        divide_and_clip(list(named.values()), named.items(), norm, loss, 4.0, 1.0)
-    assert named["good"].tolist() == [1.0, 1.0]
+def test_what_is_not_finite_is_named_and_nothing_changed(loss: float, norm: float, message: str) -> None:
+    gradients = {"good": torch.ones(2), "bad": torch.tensor([1.0, math.inf])}
+    with pytest.raises(FloatingPointError, match=message):
+        divide_and_clip(list(gradients.values()), gradients.items(), norm=norm, loss=loss, normalizer=4.0, max_norm=1.0)
+    assert gradients["good"].tolist() == [1.0, 1.0]
 
 
 def test_a_rank_whose_own_gradients_are_finite_says_so() -> None:
     with pytest.raises(FloatingPointError, match="gradient norm is nan \\(on another rank\\)"):
-        divide_and_clip([], [("good", torch.ones(2))], math.nan, 1.0, 4.0, 1.0)
+        divide_and_clip([], [("good", torch.ones(2))], norm=math.nan, loss=1.0, normalizer=4.0, max_norm=1.0)
 
 
 @pytest.mark.parametrize("shapes", [[], [()], [(3,)], [(4096,), (5000, 3), (2, 2, 2)]])
 def test_the_norm_is_that_of_all_gradients_together(shapes: list[tuple[int, ...]]) -> None:
     gradients = [torch.randn(shape) for shape in shapes]
-    whole = torch.cat([torch.zeros(0), *[gradient.flatten() for gradient in gradients]]).double().norm()
-    assert float(gradient_norm(gradients)) == pytest.approx(float(whole), rel=1e-7)
+    elements = torch.cat([torch.zeros(0), *[gradient.flatten() for gradient in gradients]])
+    assert float(gradient_norm(gradients)) == pytest.approx(float(elements.double().norm()), rel=1e-7)
 
 
 def test_the_norm_of_many_elements_loses_none_on_a_cpu() -> None:
