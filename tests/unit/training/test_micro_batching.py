@@ -20,12 +20,12 @@ lengths_and_limit = st.lists(st.integers(1, 50), max_size=60).flatmap(
 
 
 def sequences_of(plan: list[list[list[int]]]) -> list[int]:
-    """Return the indices of the sequences in all micro-batches of all ranks."""
+    """Return the indices of the sequences of every micro-batch."""
     return list(chain.from_iterable(chain.from_iterable(plan)))
 
 
 def lengths_by_batch(plan: list[list[list[int]]], lengths: list[int]) -> list[list[int]]:
-    """Return the lengths of each micro-batch of all ranks."""
+    """Return the lengths of each micro-batch's sequences."""
     return [[lengths[index] for index in batch] for batch in chain.from_iterable(plan)]
 
 
