@@ -55,12 +55,12 @@ class Run:
         terminal: bool = False,
     ) -> None:
         self.path = folder / "runs" / name
-        command = [*within, sys.executable, "-m", "rlctl.cli.main", "train", kind]
+        command: list[str] = [*within, sys.executable, "-m", "rlctl.cli.main", "train", kind]
         if resume:
             command += ["--resume", str(self.path), *settings]
         else:
             command += [f"run.dir={folder / 'runs'}", f"run.name={name}", *SETTINGS[kind], *settings]
-        self._before = len(self.events())
+        self._events_before = len(self.events())
         self.output = folder / f"{name}-{time.monotonic_ns()}.out"
         self._terminal = Terminal(self.output) if terminal else None
         with self.output.open("w") as output:
@@ -71,54 +71,58 @@ class Run:
                 stderr=self._terminal.inner if self._terminal else output,
                 cwd=folder,
                 start_new_session=True,
-                preexec_fn=partial(begin, self._terminal),
+                preexec_fn=partial(prepare_process, self._terminal),
             )
         RUNS.append(self)
 
-    def events(self) -> list[dict[str, Any]]:
-        return read(self.path / "events.jsonl")
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Return the events of all attempts, or those of one kind."""
+        events = read(self.path / "events.jsonl")
+        if kind is None:
+            return events
+        return [event for event in events if event["kind"] == kind]
 
     def start(self) -> int:
-        """The step this attempt goes on from."""
+        """Return the step that this attempt goes on from, once it is known."""
         step: int = self.wait_for_event("run_started")["start_step"]
         return step
 
     def steps(self) -> list[dict[str, Any]]:
         return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]
 
-    def undeclared(self) -> set[str]:
-        """Names in metrics.jsonl without a row among the run's own."""
+    def undeclared_metrics(self) -> set[str]:
+        """Return the names in metrics.jsonl that have no row in the run's table."""
         table = read_rows(self.path / "metric_rows.json")
         assert table, "the run has no rows"
-        names = {name for record in read(self.path / "metrics.jsonl") for name in record}
+        names = set[str]().union(*read(self.path / "metrics.jsonl"))
         return {name for name in names - {"kind", "step", "time"} if not table.find(name)}
 
-    def wait_for(self, what: str, seen: Callable[[], bool]) -> None:
-        """Wait until `seen()`. A run that ends before, or takes too long, fails the test with its output."""
+    def wait_for(self, awaited: str, has_come: Callable[[], bool]) -> None:
+        """Wait until `has_come()`. A run that ends before, or takes too long, fails the test with its output."""
         end = time.monotonic() + DEADLINE_S
-        while not seen():
-            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
-            assert time.monotonic() < end, f"no {what} within {DEADLINE_S} s:\n{self.text()}"
+        while not has_come():
+            assert self.process.poll() is None, f"the run ended before {awaited}:\n{self.text()}"
+            assert time.monotonic() < end, f"no {awaited} within {DEADLINE_S} s:\n{self.text()}"
             time.sleep(0.02)
 
     def wait_for_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """The first event of this attempt with these fields."""
-        found: list[dict[str, Any]] = []
+        """Return the first event of this attempt with these fields, once there is one."""
+        matches: list[dict[str, Any]] = []
 
-        def seen() -> bool:
-            new = self.events()[self._before :]
-            found[:] = [e for e in new if e["kind"] == kind and fields.items() <= e.items()]
-            return bool(found)
+        def has_come() -> bool:
+            new_events = self.events()[self._events_before :]
+            matches[:] = [event for event in new_events if {"kind": kind, **fields}.items() <= event.items()]
+            return bool(matches)
 
-        self.wait_for(f"{kind} {fields}", seen)
-        return found[0]
+        self.wait_for(f"{kind} {fields}", has_come)
+        return matches[0]
 
     def wait_for_step(self, number: int) -> None:
         """Wait until this attempt works on step `number`."""
         self.wait_for_event("phase", step=number)
 
     def interrupt(self) -> None:
-        """Ctrl-C, as a terminal sends it."""
+        """Send Ctrl-C as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
@@ -131,7 +135,7 @@ class Run:
         self._terminal.close()
 
     def kill(self) -> list[psutil.Process]:
-        """kill -9 of the driver alone; returns the processes that it had started."""
+        """Kill the driver alone with SIGKILL; return the processes that it had started."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -144,7 +148,7 @@ class Run:
             self.process.wait()
 
     def end(self) -> int:
-        """The exit code."""
+        """Return the exit code, once the run has ended."""
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -162,7 +166,8 @@ class Terminal:
         # inner: the descriptor of the program's side.
         self._outer, self.inner = pty.openpty()
         termios.tcsetwinsize(self.inner, (40, 120))
-        self._output, self._closed = output, threading.Event()
+        self._output = output
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
 
@@ -183,7 +188,7 @@ class Terminal:
                     output.write(os.read(self._outer, 1 << 16))
 
 
-def begin(terminal: Terminal | None) -> None:
+def prepare_process(terminal: Terminal | None) -> None:
     """Prepare a process that becomes a run. It ends with the thread that started it: an endless run would stay."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if terminal:
@@ -191,7 +196,7 @@ def begin(terminal: Terminal | None) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole records of a JSONL file."""
+    """Return the complete records of a JSONL file."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -199,7 +204,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def survivors(family: list[psutil.Process], within_s: float = 120.0) -> list[psutil.Process]:
-    """Processes that still live after `within_s`; zombies count as dead."""
+    """Return the processes that still live after `within_s`; zombies count as dead."""
     end = time.monotonic() + within_s
     alive = family
     while alive and time.monotonic() < end:
@@ -209,19 +214,20 @@ def survivors(family: list[psutil.Process], within_s: float = 120.0) -> list[psu
 
 
 def in_transit(name: str) -> list[Path]:
-    """Folders with weights of a run that are left in shared memory."""
+    """Return the folders with weights of a run that are left in shared memory."""
     return list(Path("/dev/shm").glob(f"rlctl-{name}-*"))
 
 
 def outcomes(path: Path) -> dict[str, list[int]]:
-    """Prompt id -> steps it ended in."""
-    ended: dict[str, list[int]] = {}
+    """Return {prompt id: the steps it ended in}."""
+    steps_by_prompt: dict[str, list[int]] = {}
     for record in read(path / "rollouts.jsonl"):
-        if record["kind"] == "prompts":
-            others = [ids for states in (record["filtered"], record["dropped"]) for ids in states.values()]
-            for prompt in [*record["trained"], *(prompt for ids in others for prompt in ids)]:
-                ended.setdefault(prompt, []).append(record["step"])
-    return ended
+        if record["kind"] != "prompts":
+            continue
+        for prompt_ids in (record["trained"], *record["filtered"].values(), *record["dropped"].values()):
+            for prompt_id in prompt_ids:
+                steps_by_prompt.setdefault(prompt_id, []).append(record["step"])
+    return steps_by_prompt
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -56,30 +56,28 @@ class StandInClusters(Clusters):
         program.parent.mkdir()
         program.write_text(SSH)
         program.chmod(0o755)
-        for name, text in (("fast", CLOCK), ("newer", PYTHON.format("3, 99")), ("older", PYTHON.format("3, 9"))):
-            (self.parts / name).mkdir()
-            (self.parts / name / "sitecustomize.py").write_text(text)
-        self._installed("oldray", "ray", "2.48.0")
-        self._installed("nopsutil", "psutil", None)
+        for host, text in (("fast", CLOCK), ("newer", PYTHON.format("3, 99")), ("older", PYTHON.format("3, 9"))):
+            (self.parts / host).mkdir()
+            (self.parts / host / "sitecustomize.py").write_text(text)
+        self._install("oldray", "ray", "2.48.0")
+        self._install("nopsutil", "psutil", None)
         path = f"{program.parent}:{os.environ['PATH']}"
         places = {"PARTS": str(self.parts), "TMPDIR": str(self.root), "READONLY": READONLY}
         super().__init__(home, PATH=path, **places)
 
-    def left(self) -> list[object]:
-        """Processes, files of nodes and states that are still there."""
-        states = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
-        return [
-            *processes_of([str(self.root)]),
-            *self.root.iterdir(),
-            *(each for each in states if each.name != "logs"),
-        ]
+    def leftovers(self) -> list[object]:
+        """Return the processes, files of nodes and states that are still there."""
+        processes = processes_of([str(self.root)])
+        files = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
+        states = [file for file in files if file.name != "logs"]
+        return [*processes, *self.root.iterdir(), *states]
 
     def clean(self) -> None:
         super().clean()
         self.root.rmdir()
 
-    def _installed(self, host: str, package: str, version: str | None) -> None:
-        """A host's version of a package, before the one installed here; None: a broken installation."""
+    def _install(self, host: str, package: str, version: str | None) -> None:
+        """Give a host another version of a package, found before this machine's. None: a broken package."""
         folder = self.parts / host / f"{package}-{version or 0}.dist-info"
         folder.mkdir(parents=True)
         if version:

@@ -60,18 +60,20 @@ def test_one_of_two_engines_that_kept_its_adapters_is_named_and_rebuilt(
         pool.wait_until_built()
         pool.connect(Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)))
         pool.sync(1)
-        twice = pool.engines[0].start(VllmEngine.rpc, "rl_adapt_again").wait(DEADLINE)[0][0]
-        assert "lora: model.layers.0.self_attn.qkv_proj has adapters already, which would count twice" in str(twice)
+        error_of_adapting_twice = pool.engines[0].start(VllmEngine.rpc, "rl_adapt_again").wait(DEADLINE)[0][0]
+        refusal = "lora: model.layers.0.self_attn.qkv_proj has adapters already, which would count twice"
+        assert refusal in str(error_of_adapting_twice)
         pool.engines[1].start(VllmEngine.rpc, "rl_be_lazy").wait(DEADLINE)
         assert pool.sync(2).rebuilt == (1,)
-        [lost] = [facts for kind, facts in events if kind == "engine_lost"]
-        assert lost["engine"] == 1 and "engine-1 does not serve the adapters of version 2 with " in lost["reason"]
-        assert "it proves version 1 with " in lost["reason"]
-        one, other = (sample(engine, greedy(PROMPTS, 12)) for engine in pool.engines)
-        assert np.array_equal(one.log_probs, other.log_probs)
+        losses = [facts for kind, facts in events if kind == "engine_lost"]
+        assert [loss["engine"] for loss in losses] == [1]
+        assert "engine-1 does not serve the adapters of version 2 with " in losses[0]["reason"]
+        assert "it proves version 1 with " in losses[0]["reason"]
+        log_probs = [sample(engine, greedy(PROMPTS, 12)).log_probs for engine in pool.engines]
+        assert np.array_equal(log_probs[0], log_probs[1])
         # Delivered twice is delivered once.
         pool.sync(2)
-        assert np.array_equal(sample(pool.engines[0], greedy(PROMPTS, 12)).log_probs, one.log_probs)
+        assert np.array_equal(sample(pool.engines[0], greedy(PROMPTS, 12)).log_probs, log_probs[0])
     finally:
         pool.kill()
 
@@ -81,30 +83,31 @@ def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
 ) -> None:
     spec = adapter_spec(model)
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for salted in (True, False):
-        engine = start_adapted(engine_with(model, spec, reset_prefix_cache=salted), ray_here, f"salted-{salted}")
+    for is_salted in (True, False):
+        name = f"salted-{is_salted}"
+        engine = start_adapted(engine_with(model, spec, reset_prefix_cache=is_salted), ray_here, name)
         try:
             engine.built().wait(DEADLINE)
-            refit = Refit(source, refit_options("shm", tmp_path / f"shm-{salted}", adapters=True))
+            refit = Refit(source, refit_options("shm", tmp_path / f"shm-{is_salted}", adapters=True))
             refit.open([EngineEnd(engine, 1)])
             gaps = []
             for version in (1, 2):
                 refit.run([EngineEnd(engine, 1)], version)
-                asked = [turn(version, 0, SHARED, 16, 1.0, version)]
+                turns = [turn(version, 0, SHARED, 16, 1.0, version)]
                 with adapted(trainer, spec, adapters_of(spec, version)):
-                    gaps.append(error(trainer, asked, sample(engine, asked).unpack()))
+                    gaps.append(error(trainer, turns, sample(engine, turns).unpack()))
             assert gaps[0] < 1.001
-            assert gaps[1] < 1.001 if salted else gaps[1] > 1.01
+            assert gaps[1] < 1.001 if is_salted else gaps[1] > 1.01
         finally:
             engine.kill()
 
 
 @pytest.mark.long  # a whole run for the words of test_a_rate_that_moves_nothing_is_named_at_the_first_step_alone
 def test_a_run_stops_whose_first_optimizer_step_left_every_b_as_it_was(tmp_path: Path) -> None:
-    """The learning rate is one that float32 multiplies to nothing, though it is above 0."""
+    # Above 0, and so small that its products are 0 in float32.
     run = Run(tmp_path, "still", "lora={}", "trainer.optimizer.lr=1e-46", "checkpoint.every=0", "grpo.num_steps=4")
     assert run.end() == 1, run.text()
-    (end,) = (event for event in run.events() if event["kind"] == "run_ended")
+    (end,) = run.events("run_ended")
     assert "adapters as they were, first model.layers.0.self_attn.q_proj.lora_B.weight: the model" in end["reason"]
     assert end["reason"].endswith("is too small (trainer.optimizer.lr)")
     assert not run.steps()

@@ -17,32 +17,35 @@ from tests.faults.runs import Run, in_transit, outcomes, survivors
 
 # `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'` hurts runs longer than there is time for.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
-PROMPTS, AGE, ROWS = 8, 2, 2300
+PROMPTS = 8
+AGE = 2
+ROWS = 2300
 SETTINGS = (
-    *("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20"),
+    "async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20",
     # A group at a time, and small packs: the trainer waits, and trains steps in parts.
-    *("generation.forced_lengths=[8, 1.0]", "generation.max_num_seqs=8", "trainer.micro_batch_tokens=64"),
+    "generation.forced_lengths=[8, 1.0]", "generation.max_num_seqs=8", "trainer.micro_batch_tokens=64",
     "health.parity_every=2",
-)
+)  # fmt: skip
 CHECKPOINTS = ("checkpoint.every=2", "validation.every=0")
 
 
-def after_some_steps(run: Run, moments: random.Random, last: int) -> None:
+def wait_some_steps(run: Run, moments: random.Random, last: int) -> None:
     done = max((step["step"] for step in run.steps()), default=0)
     run.wait_for_step(min(last, done + moments.randint(1, 3)))
     time.sleep(moments.uniform(0, 0.5))
 
 
-def without_its_engine_it_goes_on(run: Run) -> None:
+def kill_the_engine(run: Run) -> None:
+    """Kill the engine and wait until the run has another one."""
     os.kill(run.wait_for_event("processes")["engine-0"], signal.SIGKILL)
     run.wait_for_event("engine_restarted", engine=0)
 
 
-def stopped_it_saves(run: Run) -> None:
+def stop_and_check_the_save(run: Run) -> None:
     family = psutil.Process(run.process.pid).children(recursive=True)
     command = [sys.executable, "-m", "rlctl", "runs", "stop", str(run.path)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert said == f"hurt-async ends after its step, and is saved; watch: rlctl runs dash {run.path}\n"
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert output == f"hurt-async ends after its step, and is saved; watch: rlctl runs dash {run.path}\n"
     assert run.end() == 130
     # A stop is called one, everywhere.
     text = run.text()
@@ -56,35 +59,37 @@ def stopped_it_saves(run: Run) -> None:
 
 def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
     # More steps than are made before the stop, on any machine.
-    moments, many = random.Random(11), 2000
-    run = Run(tmp_path, "hurt-async", *SETTINGS, f"grpo.num_steps={many}", "checkpoint.every=0", "validation.every=0")
-    after_some_steps(run, moments, many)
-    without_its_engine_it_goes_on(run)
-    stopped_it_saves(run)
+    endless = 2000
+    settings = (*SETTINGS, f"grpo.num_steps={endless}", "checkpoint.every=0", "validation.every=0")
+    run = Run(tmp_path, "hurt-async", *settings)
+    wait_some_steps(run, random.Random(11), endless)
+    kill_the_engine(run)
+    stop_and_check_the_save(run)
     last = len(run.steps()) + 10
     run = Run(tmp_path, "hurt-async", f"grpo.num_steps={last}", resume=True)
     assert run.end() == 0, run.text()
-    keeps_both(run, last)
+    check_both_contracts(run, last)
 
 
 @pytest.mark.long  # repetitions
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
-    last, moments = 10 * KILLS, random.Random(11)
+    last = 10 * KILLS
+    moments = random.Random(11)
     run = Run(tmp_path, "hurt-async", *SETTINGS, *CHECKPOINTS, f"grpo.num_steps={last}")
     for attempt in range(KILLS):
-        after_some_steps(run, moments, last)
+        wait_some_steps(run, moments, last)
         if attempt % 2 == 0:
-            without_its_engine_it_goes_on(run)
+            kill_the_engine(run)
         else:
             assert survivors(run.kill()) == []
             run = Run(tmp_path, "hurt-async", resume=True)
     assert run.end() == 0, run.text()
-    keeps_both(run, last)
+    check_both_contracts(run, last)
 
 
-def keeps_both(run: Run, last: int) -> None:
-    """Nobody is trained too old, and every prompt drawn ends once."""
+def check_both_contracts(run: Run, last: int) -> None:
+    """Check both contracts: nobody is trained too old, and every drawn prompt ends once."""
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)
@@ -97,7 +102,7 @@ def keeps_both(run: Run, last: int) -> None:
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
     # Older tokens are further from the trained weights; the newest only where their answer's cache has older ones.
     fresh = [step["mismatch/age_0"] for step in steps if "mismatch/age_0" in step and not step["age/mixed"]]
-    assert fresh and all(1 <= one < 1.0001 for one in fresh)
+    assert fresh and all(1 <= mismatch < 1.0001 for mismatch in fresh)
     assert fmean(fresh) < fmean(step["mismatch/age_1"] for step in steps if "mismatch/age_1" in step)
     assert fmean(step["mismatch/age_0"] for step in steps if "mismatch/age_0" in step) >= 1
     ended = outcomes(run.path)

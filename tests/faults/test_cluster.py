@@ -28,28 +28,28 @@ def over_ssh(host: str, *overrides: str) -> list[str]:
     return ["up", "ssh", f"hosts=[{host}]", f"python={sys.executable}", "port=0", "dashboard_port=0", *overrides]
 
 
-def until(true: Callable[[], object], process: "subprocess.Popen[str]") -> None:
-    """Wait until it holds, while the command runs."""
-    while not true():
+def wait_until(is_true: Callable[[], object], process: "subprocess.Popen[str]") -> None:
+    """Wait until the condition holds, while the command runs."""
+    while not is_true():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
-def ended(process: "subprocess.Popen[str]", code: int) -> str:
-    """Output of a command that must end with `code`."""
+def read_errors(process: "subprocess.Popen[str]", code: int) -> str:
+    """Return the error output of a command once it has ended with `code`."""
     _, err = process.communicate(timeout=500)
     assert process.returncode == code, err
     return err
 
 
 def kill_node(pid: int) -> None:
-    """A node's processes at once, as when the machine kills them."""
+    """Kill a node's processes at once, as a machine without free memory does."""
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         process.kill()
 
 
 def node_pid(clusters: Clusters, index: int) -> int:
-    """0 until it is started."""
+    """Return the process id of a node, 0 until it is started."""
     if not (clusters.folder() / "state.json").exists():
         return 0
     nodes = clusters.state()["nodes"]
@@ -63,7 +63,7 @@ def test_the_disk_fills_between_check_and_start(clusters: StandInClusters, small
     _, err = clusters.run(*over_ssh("full", "min_disk_gib=0"), code=1)
     assert f"failed  full: did not start: disk full: nothing left for Ray's files in {small_disk}\n" in err
     assert err.splitlines()[-1].startswith("error: the head did not start, nothing is left running")
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
     assert [path.name for path in small_disk.iterdir()] == ["filled"]
 
 
@@ -71,7 +71,7 @@ def test_a_head_that_is_too_slow(clusters: StandInClusters) -> None:
     _, err = clusters.run("up", "num_cpus=1", "start_timeout_s=0.1", code=1)
     assert "failed  head: did not start: not up within 0.1 s (start_timeout_s)\n" in err
     assert "error: the head did not start, nothing is left running; all it wrote: rlctl cluster logs local\n" in err
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 def test_a_connection_that_breaks_while_a_node_starts(clusters: StandInClusters) -> None:
@@ -79,19 +79,19 @@ def test_a_connection_that_breaks_while_a_node_starts(clusters: StandInClusters)
     assert "failed  breaks: did not start: the connection broke off: it no longer answers\n" in err
     # It did start over there, and nobody was told: the folder's name was known before.
     assert "ok      breaks: stopped; logs in " in err
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 def test_another_command_meanwhile_and_a_terminal_that_closes(clusters: StandInClusters) -> None:
     process = clusters.popen(*over_ssh("waits"))
-    until((clusters.parts / "waiting").exists, process)
+    wait_until((clusters.parts / "waiting").exists, process)
     for command in (over_ssh("waits"), ["down"]):
-        said = clusters.run(*command, code=1)[1]
-        assert said == "error: another rlctl is starting or stopping ssh: wait for it to end, or interrupt it\n"
+        _, err = clusters.run(*command, code=1)
+        assert err == "error: another rlctl is starting or stopping ssh: wait for it to end, or interrupt it\n"
     os.killpg(process.pid, signal.SIGHUP)
     (clusters.parts / "go").touch()
-    assert "ok      waits: stopped; logs in " in ended(process, 130)
-    assert clusters.left() == []
+    assert "ok      waits: stopped; logs in " in read_errors(process, 130)
+    assert clusters.leftovers() == []
 
 
 @pytest.mark.timeout(600)
@@ -99,10 +99,10 @@ def test_another_command_meanwhile_and_a_terminal_that_closes(clusters: StandInC
 def test_ctrl_c_while_it_starts(clusters: StandInClusters, number: int) -> None:
     process = clusters.popen("up")
     # The head takes seconds from here on.
-    until(lambda: node_pid(clusters, 0), process)
+    wait_until(lambda: node_pid(clusters, 0), process)
     os.killpg(process.pid, number)
-    ended(process, 130)
-    assert clusters.left() == []
+    read_errors(process, 130)
+    assert clusters.leftovers() == []
     assert "no cluster is up" in clusters.run("status", code=2)[1]
 
 
@@ -124,7 +124,7 @@ def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> N
     assert gone([first["folder"]])
     assert first["pid"] != second["pid"]
     clusters.run("down")
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 @pytest.mark.long
@@ -132,14 +132,14 @@ def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> N
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_node_that_dies_while_another_starts(clusters: StandInClusters, killed: int) -> None:
     process = clusters.popen("up", "nodes=2", "num_cpus=1")
-    until(lambda: node_pid(clusters, 0) and node_pid(clusters, 1), process)
+    wait_until(lambda: node_pid(clusters, 0) and node_pid(clusters, 1), process)
     kill_node(node_pid(clusters, killed))
-    err = ended(process, 1)
+    err = read_errors(process, 1)
     assert "failed  node-1: did not start: " in err
     assert "node-1 did not start, nothing is left running; all it wrote: rlctl cluster logs local\n" in err
     # Ray's own wait for a head that is gone would take all of start_timeout_s.
     assert ("the head does not answer at port " in err) == (killed == 0)
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 @pytest.mark.long
@@ -152,9 +152,9 @@ def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: St
 
     # Ctrl-C on the way keeps the existing parts.
     process = clusters.popen("up")
-    until(lambda: node_pid(clusters, 1) not in (0, before[1]["pid"]), process)
+    wait_until(lambda: node_pid(clusters, 1) not in (0, before[1]["pid"]), process)
     os.killpg(process.pid, signal.SIGINT)
-    ended(process, 130)
+    read_errors(process, 130)
     stopped = clusters.state()["nodes"]
     assert stopped[0] == before[0]
     assert not Path(stopped[1]["folder"]).exists()
@@ -170,7 +170,7 @@ def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: St
     assert psutil.pid_exists(before[0]["pid"])
     assert gone([before[1]["folder"], stopped[1]["folder"]])
     clusters.run("down")
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 @pytest.mark.long
@@ -184,4 +184,4 @@ def test_little_shared_memory_is_a_warning_and_the_store_fits_into_it(clusters: 
     assert "warning head: /dev/shm has 0.2 GiB; in a container: --shm-size=2g or more\n" in err
     assert "WARNING" not in clusters.run("logs", "--node", "head", "--lines", "50")[0]
     clusters.run("down")
-    assert clusters.left() == []
+    assert clusters.leftovers() == []

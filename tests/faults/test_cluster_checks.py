@@ -12,7 +12,7 @@ from tests.faults.standin_ssh import StandInClusters
 from tests.system.clusters import Clusters
 
 # Verdict on each host of one `up`, in which `good` alone is suitable.
-SAID = {
+VERDICTS = {
     "nokey": "key not accepted: try `ssh nokey` by hand, add your key with ssh-copy-id or ssh-add",
     "down": "not reachable within the time for connecting",
     "fast": "s fast: start its time service (NTP)",
@@ -32,38 +32,39 @@ def clusters(tmp_path: Path) -> Iterator[StandInClusters]:
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Output of `up` about all of these at once."""
+def output_of_all(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the lines of one `up` about all of these hosts."""
     clusters = StandInClusters(tmp_path_factory.mktemp("hosts"))
     try:
-        return refused(clusters, ", ".join(["good", *SAID])).splitlines()
+        return try_up(clusters, ", ".join(["good", *VERDICTS])).splitlines()
     finally:
         clusters.clean()
 
 
-def refused(clusters: StandInClusters, hosts: str, *overrides: str) -> str:
-    """Output of `up` about unsuitable hosts; nothing is left behind."""
+def try_up(clusters: StandInClusters, hosts: str, *overrides: str) -> str:
+    """Return the error output of `up` about unsuitable hosts; check that nothing is left behind."""
     _, err = clusters.run("up", "ssh", f"hosts=[{hosts}]", f"python={sys.executable}", *overrides, code=1)
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
     assert not clusters.folder("ssh").exists()
     return err
 
 
-@pytest.mark.parametrize("host", SAID)
-def test_each_fault_of_a_host_is_a_line(failed: list[str], host: str) -> None:
+@pytest.mark.parametrize("host", VERDICTS)
+def test_each_fault_of_a_host_is_a_line(output_of_all: list[str], host: str) -> None:
     if host == "readonly" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("mounting is not permitted")
-    (line,) = [line for line in failed if line.startswith(f"failed  {host}: ")]
-    assert line.endswith(SAID[host])
+    lines = [line for line in output_of_all if line.startswith(f"failed  {host}: ")]
+    assert len(lines) == 1
+    assert lines[0].endswith(VERDICTS[host])
 
 
-def test_one_host_of_many_is_too_few(failed: list[str]) -> None:
-    assert any(line.startswith("ok      good: Python") for line in failed)
-    assert failed[-1] == f"error: 1 of {len(SAID) + 1} hosts will do: nothing was started"
+def test_one_host_of_many_is_too_few(output_of_all: list[str]) -> None:
+    assert any(line.startswith("ok      good: Python") for line in output_of_all)
+    assert output_of_all[-1] == f"error: 1 of {len(VERDICTS) + 1} hosts will do: nothing was started"
 
 
 def test_as_many_as_min_hosts_says_are_enough(clusters: StandInClusters) -> None:
-    assert refused(clusters, "down, nokey, a", "min_hosts=2").endswith(
+    assert try_up(clusters, "down, nokey, a", "min_hosts=2").endswith(
         "error: 1 of 3 hosts will do, 2 wanted (min_hosts): nothing was started\n"
     )
 
@@ -80,7 +81,7 @@ def test_a_host_that_does_not_exist(tmp_path: Path) -> None:
 
 def test_no_ssh_on_this_machine(clusters: StandInClusters) -> None:
     clusters.environment["PATH"] = str(clusters.parts)
-    assert "failed  a: ssh is not installed on this machine\n" in refused(clusters, "a")
+    assert "failed  a: ssh is not installed on this machine\n" in try_up(clusters, "a")
 
 
 def test_a_python_without_ray_and_one_that_is_not_there(clusters: StandInClusters) -> None:
@@ -94,8 +95,8 @@ def test_a_python_without_ray_and_one_that_is_not_there(clusters: StandInCluster
 
 def test_a_full_disk(clusters: StandInClusters, small_disk: Path) -> None:
     clusters.environment["SMALL"] = str(small_disk)
-    said = f"full: disk full: 0.0 GiB free in {small_disk}, 5 wanted (min_disk_gib)"
-    assert said in refused(clusters, "full")
+    verdict = f"full: disk full: 0.0 GiB free in {small_disk}, 5 wanted (min_disk_gib)"
+    assert verdict in try_up(clusters, "full")
 
 
 def test_a_port_that_is_taken(clusters: StandInClusters) -> None:
@@ -106,7 +107,7 @@ def test_a_port_that_is_taken(clusters: StandInClusters) -> None:
         for key in ("port", "dashboard_port"):
             _, err = clusters.run("up", "local", f"{key}={port}", code=1)
             assert f"failed  this machine: port {port} is taken: stop what listens there, or set another\n" in err
-        assert f"a: port {port} is taken" in refused(clusters, "a", f"port={port}")
+        assert f"a: port {port} is taken" in try_up(clusters, "a", f"port={port}")
 
 
 def test_a_file_with_mistakes_starts_nothing(clusters: StandInClusters) -> None:
@@ -115,7 +116,7 @@ def test_a_file_with_mistakes_starts_nothing(clusters: StandInClusters) -> None:
     _, err = clusters.run("up", str(file), code=2)
     assert "lab.yaml:2: node: unknown key; did you mean nodes?" in err
     assert "lab.yaml:3: listen_on_all: must be" in err
-    assert clusters.left() == []
+    assert clusters.leftovers() == []
 
 
 def test_a_state_that_is_damaged_or_has_no_place(clusters: StandInClusters) -> None:
@@ -123,11 +124,11 @@ def test_a_state_that_is_damaged_or_has_no_place(clusters: StandInClusters) -> N
     state = clusters.folder() / "state.json"
     state.write_text('{"version": 1, "nodes": [')
     for command in ("up", "status", "down"):
-        said = clusters.run(command, code=1)[1]
-        assert said == f"error: {state} is damaged: end its Ray processes by hand, then remove it\n"
+        _, err = clusters.run(command, code=1)
+        assert err == f"error: {state} is damaged: end its Ray processes by hand, then remove it\n"
     assert clusters.run("list")[0].splitlines()[1].split() == ["local", "damaged"]
     assert state.exists()
     state.unlink()
     clusters.environment["XDG_STATE_HOME"] = "/proc/none"
-    said = clusters.run("up", code=1)[1]
-    assert "/proc/none/rlctl/clusters/local cannot be made: No such file or directory; set XDG_STATE_HOME to a" in said
+    _, err = clusters.run("up", code=1)
+    assert "/proc/none/rlctl/clusters/local cannot be made: No such file or directory; set XDG_STATE_HOME to a" in err

@@ -14,19 +14,18 @@ SHARD = "trainer/shard-00001-model-00001-of-00001.safetensors"
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """The files of a run, without its logs and events, which tell of a failed attempt."""
-    files = (path for path in run.rglob("*") if path.is_file() and "logs" not in path.relative_to(run).parts)
-    return {
-        str(path.relative_to(run)): path.read_bytes() for path in files if path.name not in ("events.jsonl", ".driver")
-    }
+    """Return the files of a run, without its logs and events, which tell of a failed attempt."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.name not in ("events.jsonl", ".driver")]
+    names = {path.relative_to(run): path for path in files}
+    return {str(name): path.read_bytes() for name, path in names.items() if "logs" not in name.parts}
 
 
 @pytest.mark.timeout(900)
 def test_a_damaged_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
-    whole = Run(tmp_path, "whole", *SETTINGS, kind="sft")
-    assert whole.end() == 0, whole.text()
+    unhurt = Run(tmp_path, "unhurt", *SETTINGS, kind="sft")
+    assert unhurt.end() == 0, unhurt.text()
     hurt = tmp_path / "runs/hurt"
-    shutil.copytree(whole.path, hurt, symlinks=True)
+    shutil.copytree(unhurt.path, hurt, symlinks=True)
     with (hurt / "checkpoints/step_8" / SHARD).open("r+b") as file:
         file.seek(2_000_000)
         file.write(b"\xff\xff\xff\xff")
@@ -45,18 +44,22 @@ def test_a_damaged_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) 
     graph = "ray_compiled_graph.enabled=require"
     resumed = Run(tmp_path, "hurt", "checkpoint.keep_last=8", graph, resume=True, kind="sft")
     assert resumed.end() == 0, resumed.text()
-    shown = resumed.text()
-    for path, what in ((f"step_8/{SHARD}", "its bytes are not"), ("step_6/state.json", "empty, of")):
-        line = next(line for line in shown.splitlines() if line.startswith("warning ") and path in line)
-        assert what in line and line.endswith("; going on after step 4 instead")
-    assert "step_x: no checkpoint of rlctl" in shown and "Traceback" not in shown
+    output = resumed.text()
+    warnings = [line for line in output.splitlines() if line.startswith("warning ")]
+    for path, damage in ((f"step_8/{SHARD}", "its bytes are not"), ("step_6/state.json", "empty, of")):
+        warning = next(line for line in warnings if path in line)
+        assert damage in warning and warning.endswith("; going on after step 4 instead")
+    assert "step_x: no checkpoint of rlctl" in output and "Traceback" not in output
     assert resumed.start() == 4
     assert [step["step"] for step in resumed.steps()] == list(range(1, 9))
-    ours, theirs = (run / "checkpoints/step_8" for run in (hurt, whole.path))
-    assert (ours / "hf/model.safetensors").read_bytes() == (theirs / "hf/model.safetensors").read_bytes()
+    checkpoint = hurt / "checkpoints/step_8"
+    unhurt_checkpoint = unhurt.path / "checkpoints/step_8"
+    weights = (checkpoint / "hf/model.safetensors").read_bytes()
+    assert weights == (unhurt_checkpoint / "hf/model.safetensors").read_bytes()
     # A shard's header is written in any order; its tensors are weights, moments, the number of updates and RNG state.
-    mine, other = load_file(ours / SHARD), load_file(theirs / SHARD)
-    assert mine.keys() == other.keys()
-    assert [name for name, tensor in mine.items() if not tensor.equal(other[name])] == []
+    tensors = load_file(checkpoint / SHARD)
+    unhurt_tensors = load_file(unhurt_checkpoint / SHARD)
+    assert tensors.keys() == unhurt_tensors.keys()
+    assert [name for name, tensor in tensors.items() if not tensor.equal(unhurt_tensors[name])] == []
     assert yaml.safe_load((hurt / "config.yaml").read_text())["checkpoint"]["keep_last"] == 8
     assert not list((hurt / "checkpoints").glob("damaged_*"))

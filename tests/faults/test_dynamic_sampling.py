@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, outcomes, read, survivors
-from tests.faults.test_resume import same
+from tests.faults.test_resume import check_same_runs
 
 REWARD = """
 import zlib
@@ -18,15 +18,18 @@ def score(prompt, completion, answer, row):
         return 0.5
     return zlib.crc32(completion.encode()) % 97 / 97
 """
-PROMPTS, ROWS, LAST, AGE = 8, 2300, 6, 2
+PROMPTS = 8
+ROWS = 2300
+LAST = 6
+AGE = 2
 SETTINGS = (
-    *("rewards=[{name: 'mostly.py:score'}]", "grpo.dynamic_sampling={filter: rewards, max_extra: 5}"),
-    *(f"grpo.num_steps={LAST}", "checkpoint.every=2", "validation.every=0"),
-)
+    "rewards=[{name: 'mostly.py:score'}]", "grpo.dynamic_sampling={filter: rewards, max_extra: 5}",
+    f"grpo.num_steps={LAST}", "checkpoint.every=2", "validation.every=0",
+)  # fmt: skip
 
 
-def killed_and_resumed(folder: Path, *settings: str) -> Run:
-    """A run that is killed in its third step or the one after, and goes on to its end."""
+def run_with_a_kill(folder: Path, *settings: str) -> Run:
+    """Kill a run in its third step or the one after, and resume it to its end."""
     (folder / "mostly.py").write_text(REWARD)
     run = Run(folder, "hurt", *SETTINGS, *settings)
     run.wait_for_event("checkpoint", step=2)
@@ -37,13 +40,14 @@ def killed_and_resumed(folder: Path, *settings: str) -> Run:
     return run
 
 
-def keeps_batches_full(run: Run) -> None:
-    """Every step trains on its full number of groups, and records the cost."""
+def check_that_batches_are_full(run: Run) -> None:
+    """Check that every step trains on its full number of groups, and records the cost."""
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, LAST + 1))
     assert all(step["groups/trained"] == PROMPTS and step["groups/missing"] == 0 for step in steps)
-    trained = {r["step"]: len(r["trained"]) for r in read(run.path / "rollouts.jsonl") if r["kind"] == "prompts"}
-    assert trained == dict.fromkeys(range(1, LAST + 1), PROMPTS)
+    records = [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "prompts"]
+    trained_by_step = {record["step"]: len(record["trained"]) for record in records}
+    assert trained_by_step == dict.fromkeys(range(1, LAST + 1), PROMPTS)
     filtered = sum(step["groups/filtered"] for step in steps)
     assert 0.45 < filtered / (filtered + LAST * PROMPTS) < 0.75
     assert all(step["groups/replaced"] == step["groups/filtered"] for step in steps)
@@ -54,8 +58,8 @@ def keeps_batches_full(run: Run) -> None:
         )
 
 
-def loses_and_repeats_nothing(run: Run) -> None:
-    """Every drawn task ended, once: the first draws, without a gap."""
+def check_that_tasks_end_once(run: Run) -> None:
+    """Check that every drawn task ended once: the first draws, without a gap."""
     ended = outcomes(run.path)
     assert all(len(steps) == 1 for steps in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(len(ended))
@@ -64,20 +68,20 @@ def loses_and_repeats_nothing(run: Run) -> None:
 
 @pytest.mark.long  # three starts; its rules: tests/unit/rollout/test_schedules.py
 def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_path: Path) -> None:
-    run = killed_and_resumed(tmp_path)
-    whole = Run(tmp_path, "whole", *SETTINGS)
-    assert whole.end() == 0, whole.text()
-    same(run, whole, LAST)
-    keeps_batches_full(run)
-    loses_and_repeats_nothing(run)
+    run = run_with_a_kill(tmp_path)
+    unhurt = Run(tmp_path, "unhurt", *SETTINGS)
+    assert unhurt.end() == 0, unhurt.text()
+    check_same_runs(run, unhurt, LAST)
+    check_that_batches_are_full(run)
+    check_that_tasks_end_once(run)
     assert sum(step["groups/surplus"] for step in run.steps()) > 0
 
 
 @pytest.mark.long  # one run and its resume; its rules: tests/unit/rollout/test_schedules.py
 def test_an_asynchronous_run_replaces_at_once_and_keeps_its_bound(tmp_path: Path) -> None:
-    run = killed_and_resumed(tmp_path, "async.enabled=true", f"async.max_trajectory_age_steps={AGE}")
-    keeps_batches_full(run)
-    loses_and_repeats_nothing(run)
+    run = run_with_a_kill(tmp_path, "async.enabled=true", f"async.max_trajectory_age_steps={AGE}")
+    check_that_batches_are_full(run)
+    check_that_tasks_end_once(run)
     steps = run.steps()
     assert 0 < max(step["age/max"] for step in steps) <= AGE
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)

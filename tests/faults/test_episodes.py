@@ -10,11 +10,14 @@ import pytest
 
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, in_transit, outcomes, read, survivors
-from tests.faults.test_async import KILLS, PROMPTS, without_its_engine_it_goes_on
-from tests.faults.test_resume import same
+from tests.faults.test_async import KILLS, PROMPTS, kill_the_engine
+from tests.faults.test_resume import check_same_runs
 from tests.system.test_episodes import data
 
-AGE, ROWS, ROLLOUTS, STEPS = 2, 40, 4, 6 * KILLS
+AGE = 2
+ROWS = 40
+ROLLOUTS = 4
+STEPS = 6 * KILLS
 # Episodes last, so that every kill finds running ones.
 SLOW = """
 import time
@@ -26,22 +29,23 @@ class Slow(Guess):
         return super().step(message)
 """
 SETTINGS = (
-    *("model.path=tiny/qwen3-games", "model.random_init=true", "generation.max_new_tokens=6", "rewards=[]"),
+    "model.path=tiny/qwen3-games", "model.random_init=true", "generation.max_new_tokens=6", "rewards=[]",
     "environment={name: slow.py:Slow, max_turns: 4, args: {guesses: 5}, processes: 2}",
-    *("generation.max_restarts=20", "checkpoint.every=2", "checkpoint.keep_last=1000", "validation.every=0"),
+    "generation.max_restarts=20", "checkpoint.every=2", "checkpoint.keep_last=1000", "validation.every=0",
     f"telemetry.groups_per_step={PROMPTS}",
-)
+)  # fmt: skip
 ASYNCHRONOUS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", f"grpo.num_steps={STEPS}")
 
 
-def without_an_environment_process_it_goes_on(run: Run, moments: random.Random) -> None:
-    """Either a supervisor or the process below it, which runs the episodes."""
+def kill_an_environment_process(run: Run, moments: random.Random) -> None:
+    """Kill either a supervisor or the process below it, which runs the episodes."""
     family = psutil.Process(run.process.pid).children(recursive=True)
-    moments.choice([each for each in family if "rlctl.environments.child" in command_of(each)]).kill()
+    environment_processes = [process for process in family if "rlctl.environments.child" in command_of(process)]
+    moments.choice(environment_processes).kill()
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """The words of a process's command; none of one that has ended."""
+    """Return the words of a process's command; none of one that has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -50,12 +54,12 @@ def command_of(process: psutil.Process) -> list[str]:
 
 Blow = Callable[[Run, random.Random], None]
 BLOWS: tuple[Blow, ...] = (
-    without_an_environment_process_it_goes_on,
-    lambda run, moments: without_its_engine_it_goes_on(run),
+    kill_an_environment_process,
+    lambda run, moments: kill_the_engine(run),
 )
 
 
-def hurt(run: Run, resumed: Callable[[], Run], last: int, blows: Sequence[Blow] = BLOWS) -> Run:
+def hurt(run: Run, resume: Callable[[], Run], last: int, blows: Sequence[Blow] = BLOWS) -> Run:
     """Strike each of `blows` in turn, then kill the driver, and so on; return the attempt that is left."""
     moments = random.Random(5)
     for kill in range(KILLS):
@@ -67,22 +71,23 @@ def hurt(run: Run, resumed: Callable[[], Run], last: int, blows: Sequence[Blow] 
             blows[turn](run, moments)
         else:
             assert survivors(run.kill()) == []
-            run = resumed()
+            run = resume()
     return run
 
 
-def whole_and_no_older_than(run: Run, age: int) -> int:
-    """Every group that was trained has all of its episodes. Returns the tries that failed."""
+def check_groups(run: Run, age: int) -> int:
+    """Check that every trained group has all of its episodes and none too old. Return the failed tries."""
     failures = 0
     for record in read(run.path / "rollouts.jsonl"):
         if record["kind"] != "group":
             continue
-        assert [one["index"] for one in record["rollouts"]] == list(range(ROLLOUTS))
-        for one in record["rollouts"]:
-            failures += one["episode"]["failures"]
-            assert one["episode"]["ending"] in ("done", "max_turns") and one["reward"] is not None
-            assert [mark for _, mark in one["text"]] == [bool(n % 2) for n in range(2 * one["episode"]["turns"])]
-            assert all(record["step"] - 1 - int(version) in range(age + 1) for version in one["versions"])
+        assert [rollout["index"] for rollout in record["rollouts"]] == list(range(ROLLOUTS))
+        for rollout in record["rollouts"]:
+            episode = rollout["episode"]
+            failures += episode["failures"]
+            assert episode["ending"] in ("done", "max_turns") and rollout["reward"] is not None
+            assert [is_sampled for _, is_sampled in rollout["text"]] == [False, True] * episode["turns"]
+            assert all(record["step"] - 1 - int(version) in range(age + 1) for version in rollout["versions"])
     assert all(step["environment/failed"] == step["reward/failed"] == 0 for step in run.steps())
     return failures
 
@@ -91,7 +96,8 @@ def whole_and_no_older_than(run: Run, age: int) -> int:
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = Run(tmp_path, "hurt-episodes", *SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
+    settings = (*SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
+    run = Run(tmp_path, "hurt-episodes", *settings)
     run = hurt(run, lambda: Run(tmp_path, "hurt-episodes", resume=True), STEPS)
     assert run.end() == 0, run.text()
     steps = run.steps()
@@ -99,14 +105,16 @@ def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_pa
     assert max(step["age/max"] for step in steps) in range(1, AGE + 1)
     ended = outcomes(run.path)
     assert all(len(numbers) == 1 for numbers in ended.values())
-    assert set(ended) == {f"e{each.epoch}-r{each.row}" for each in Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)}
-    assert whole_and_no_older_than(run, AGE) > 0
+    assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)}
+    assert check_groups(run, AGE) > 0
     assert in_transit("hurt-episodes") == []
 
 
-def equal_to_an_unhurt_one(tmp_path: Path, kind: str, settings: Sequence[str], blows: Sequence[Blow] = BLOWS) -> Run:
-    """Return a synchronous run that was hurt, once it equals one that nothing happened to bit for bit."""
-    settings, hurt_name, whole_name = (*settings, "grpo.num_steps=100000"), f"hurt-{kind}", f"whole-{kind}"
+def compare_with_unhurt(tmp_path: Path, kind: str, settings: Sequence[str], blows: Sequence[Blow] = BLOWS) -> Run:
+    """Hurt a synchronous run, compare it bit for bit with one that nothing happened to, and return it."""
+    settings = (*settings, "grpo.num_steps=100000")
+    hurt_name = f"hurt-{kind}"
+    unhurt_name = f"unhurt-{kind}"
     run = Run(tmp_path, hurt_name, *settings)
     run = hurt(run, lambda: Run(tmp_path, hurt_name, resume=True), 100000, blows)
     run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
@@ -114,12 +122,12 @@ def equal_to_an_unhurt_one(tmp_path: Path, kind: str, settings: Sequence[str], b
     assert run.end() == 130
     # The interrupt may have saved another step than the second, fourth, and so on.
     last = len(run.steps()) // 2 * 2
-    whole = Run(tmp_path, whole_name, *settings)
-    whole.wait_for_event("checkpoint", step=last)
-    whole.interrupt()
-    assert whole.end() == 130
-    same(run, whole, last)
-    assert in_transit(hurt_name) == in_transit(whole_name) == []
+    unhurt = Run(tmp_path, unhurt_name, *settings)
+    unhurt.wait_for_event("checkpoint", step=last)
+    unhurt.interrupt()
+    assert unhurt.end() == 130
+    check_same_runs(run, unhurt, last)
+    assert in_transit(hurt_name) == in_transit(unhurt_name) == []
     return run
 
 
@@ -127,5 +135,5 @@ def equal_to_an_unhurt_one(tmp_path: Path, kind: str, settings: Sequence[str], b
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = equal_to_an_unhurt_one(tmp_path, "episodes", (*SETTINGS, *data(tmp_path)))
-    assert whole_and_no_older_than(run, 0) > 0
+    run = compare_with_unhurt(tmp_path, "episodes", (*SETTINGS, *data(tmp_path)))
+    assert check_groups(run, 0) > 0

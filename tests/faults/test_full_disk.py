@@ -51,8 +51,8 @@ def test_an_export_of_an_adapter_and_a_resume_name_the_file_that_has_no_room(
     capsys.readouterr()
     run = small_disk / "full"
     assert run_session(composed.settled, composed.to_yaml(), run, lambda session: None) == 1
-    what = f"{run}/logs/attempt_2/config.yaml: No space left on device; make room there, then resume"
-    assert capsys.readouterr().err == f"error: {what}\n"
+    message = f"{run}/logs/attempt_2/config.yaml: No space left on device; make room there, then resume"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 @pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_recorder.py
@@ -65,7 +65,7 @@ def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path)
         room = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         file.write(b"\0" * (room - MIB))
     assert run.end() == 1
-    errors = [event["what"] for event in run.events() if event["kind"] == "error"]
+    errors = [event["what"] for event in run.events("error")]
     assert len(errors) == 1
     assert "No space left on device" in errors[0]
     assert str(run.path) in errors[0]

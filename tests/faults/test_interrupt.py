@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("ordinary_workers")
 def test_the_first_ends_a_start_at_once_and_no_process_is_left(
     tmp_path: Path, part: str, wait_s: float, end: Callable[[Run], None]
 ) -> None:
-    before = {each.path for each in leftovers()}
+    folders_before = {leftover.path for leftover in leftovers()}
     run = Run(tmp_path, "early", "grpo.num_steps=100000", terminal=end is Run.hang_up)
     run.wait_for_event("startup", what=part)
     time.sleep(wait_s)
@@ -36,11 +36,11 @@ def test_the_first_ends_a_start_at_once_and_no_process_is_left(
     end(run)
     assert run.end() == 130
     assert survivors(family) == []
-    assert {each.path for each in leftovers()} == before
-    ended = [event["what"] for event in run.events() if event["kind"] == "startup" and "seconds" in event]
+    assert {leftover.path for leftover in leftovers()} == folders_before
+    started_parts = [event["what"] for event in run.events("startup") if "seconds" in event]
     # Ray may be there after two seconds, and its part be over.
-    assert part not in ended or wait_s
-    ended_by = run.events()[-1]
-    assert run.steps() == [] and ended_by["kind"] == "run_ended"
-    assert ended_by["status"] == ("interrupted" if end is Run.interrupt else "stopped")
+    assert part not in started_parts or wait_s
+    last_event = run.events()[-1]
+    assert run.steps() == [] and last_event["kind"] == "run_ended"
+    assert last_event["status"] == ("interrupted" if end is Run.interrupt else "stopped")
     assert "Traceback" not in run.text()

@@ -23,35 +23,38 @@ class Hurt:
     """A run on a cluster of this machine, some of whose nodes are killed."""
 
     def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
-        self.clusters, self.path = clusters, clusters.home / "runs" / name
+        self.clusters = clusters
+        self.path = clusters.home / "runs" / name
         command = ("grpo", "--cluster", "local", f"run.name={name}", *TINY, *ENDLESS, *settings)
         self.process = clusters.popen(*command, group="train")
 
     def events(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
-        found = [event for event in read(self.path / "events.jsonl") if event["kind"] == kind]
-        return [event for event in found if fields.items() <= event.items()]
+        events = read(self.path / "events.jsonl")
+        return [event for event in events if {"kind": kind, **fields}.items() <= event.items()]
 
     def wait(self, kind: str, count: int, **fields: Any) -> dict[str, Any]:
         """Return the `count`th event with these fields, once there is one."""
 
-        def seen() -> bool:
+        def has_come() -> bool:
             assert self.process.poll() is None or kind == "run_ended", self.process.communicate()
             return len(self.events(kind, **fields)) >= count
 
-        wait_for(seen, f"{kind} {fields} number {count}", 500)
+        wait_for(has_come, f"{kind} {fields} number {count}", 500)
         return self.events(kind, **fields)[count - 1]
 
     def kill_in(self, phase: str, node: str) -> None:
         """Kill all processes of a node when the next phase of this name begins, after one whole step."""
         done = len(steps(self.path))
         wait_for(lambda: len(steps(self.path)) > done, "step", 500)
-        (folder,) = [each["folder"] for each in self.clusters.state()["nodes"] if each["name"] == node]
-        roots = [psutil.Process(pid) for pid in processes_of([folder])]
-        all_of_it = {*roots, *(child for root in roots for child in root.children(recursive=True))}
+        folders = {state["name"]: state["folder"] for state in self.clusters.state()["nodes"]}
+        processes = set[psutil.Process]()
+        for pid in processes_of([folders[node]]):
+            root = psutil.Process(pid)
+            processes |= {root, *root.children(recursive=True)}
         self.wait("phase", len(self.events("phase", name=phase)) + 1, name=phase)
-        for each in all_of_it:
+        for process in processes:
             with suppress(ProcessLookupError):
-                os.kill(each.pid, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def test_a_node_of_ranks_and_engines_is_lost_in_each_phase_and_the_run_begins_again_or_says_how(
@@ -67,26 +70,27 @@ def test_a_node_of_ranks_and_engines_is_lost_in_each_phase_and_the_run_begins_ag
         reason = run.wait("restart", count)["reason"]
         assert "trainer-1 died during " in reason and reason.endswith(": node node-1 is gone"), (phase, reason)
         clusters.run("up", "nodes=2", "num_cpus=2")
-        begun = run.wait("run_started", count + 1)
+        start = run.wait("run_started", count + 1)
         # The save of the step may have been whole or not.
-        assert begun["start_step"] >= len(steps(run.path)) - 1, (phase, begun)
+        assert start["start_step"] >= len(steps(run.path)) - 1, (phase, start)
     run.kill_in("train", "node-1")
     out, err = run.process.communicate(timeout=400)
     assert run.process.returncode == 1, out + err
-    ended = run.wait("run_ended", 1)
-    assert ended["reason"].endswith(": node node-1 is gone"), ended
-    changed = "trainer.num_ranks=1 generation.num_engines=1"
-    resume = f"rlctl train grpo --resume {run.path} --cluster local {changed}"
-    assert ended["next"][0] == resume and resume in out
+    end = run.wait("run_ended", 1)
+    assert end["reason"].endswith(": node node-1 is gone"), end
+    smaller = "trainer.num_ranks=1 generation.num_engines=1"
+    resume = f"rlctl train grpo --resume {run.path} --cluster local {smaller}"
+    assert end["next"][0] == resume and resume in out
 
     numbers = steps(run.path)
     assert numbers == list(range(1, len(numbers) + 1))
-    arguments = [*shlex.split(resume)[2:], f"grpo.num_steps={len(numbers) + 1}"]
-    clusters.run(*arguments, group="train")
+    arguments = shlex.split(resume)[2:]
+    clusters.run(*arguments, f"grpo.num_steps={len(numbers) + 1}", group="train")
     assert steps(run.path) == list(range(1, len(numbers) + 2))
     # More ranks and engines than it was saved by, on one node again.
     clusters.run("up", "nodes=2", "num_cpus=2")
-    clusters.run(*shlex.split(resume)[2:7], *sizes[:2], f"grpo.num_steps={len(numbers) + 2}", group="train")
+    without_sizes = arguments[: -len(smaller.split())]
+    clusters.run(*without_sizes, *sizes[:2], f"grpo.num_steps={len(numbers) + 2}", group="train")
     assert steps(run.path) == list(range(1, len(numbers) + 3))
     clusters.run("down")
 

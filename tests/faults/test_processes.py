@@ -25,11 +25,11 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
     assert run.end() == 1
     assert "trainer-0 died during" in run.text()
     assert f"rlctl train grpo --resume {run.path}" in run.text()
-    steps = [record["step"] for record in run.steps()]
-    assert steps == list(range(1, len(steps) + 1))
+    numbers = [record["step"] for record in run.steps()]
+    assert numbers == list(range(1, len(numbers) + 1))
     ended = outcomes(run.path)
     assert all(len(set(steps)) == 1 for steps in ended.values())
-    assert len(ended) == 8 * len(steps)
+    assert len(ended) == 8 * len(numbers)
     assert in_transit("hurt-processes") == []
 
 
@@ -40,7 +40,7 @@ def test_without_restarts_a_dead_engine_ends_the_run_with_one_line(tmp_path: Pat
     run.wait_for_step(2)
     os.kill(pids["engine-0"], signal.SIGKILL)
     assert run.end() == 1
-    errors = [event["what"] for event in run.events() if event["kind"] == "error"]
+    errors = [event["what"] for event in run.events("error")]
     assert len(errors) == 1
     assert "engine-0 died during" in errors[0]
     assert "generation.max_restarts" in errors[0]

@@ -30,7 +30,8 @@ from tests.waiting import PATIENCE_S
 
 DEADLINE = 600.0
 # For refits that take too long, or leave somebody waiting: no other need be as fast.
-TIMEOUT, SHORTER = 12.0, 8.0
+TIMEOUT = 12.0
+SHORTER = 8.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
 
@@ -54,19 +55,13 @@ class Stage:
 
 @pytest.fixture
 def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
-    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
+    old = make_model(tmp_path / "old", seed=1)
+    new = make_model(tmp_path / "new", seed=2)
     events: list[tuple[str, dict[str, Any]]] = []
     emit: Callable[..., None] = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
     # The loading of vLLM: tests/system/test_refit.py.
     spec = replace(spec_for(old), kind="tests.plugins.torch_engine:KIND", options={})
-    pool = GeneratorPool(
-        spec,
-        [SEAT, SEAT],
-        str(ray_here),
-        DEADLINE,
-        2,
-        emit,
-    )
+    pool = GeneratorPool(spec, [SEAT, SEAT], str(ray_here), DEADLINE, 2, emit)
     source = WorkerGroup([WorkerSpec("trainer-0", MakeSource(new, FolderSource), threads=2)], DEADLINE)
     try:
         source.built().wait(DEADLINE)
@@ -77,37 +72,39 @@ def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
         pool.kill()
 
 
-def same(one: PackedCompletions, other: PackedCompletions) -> bool:
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
+def are_equal(first: PackedCompletions, second: PackedCompletions) -> bool:
+    return np.array_equal(first.tokens, second.tokens) and np.array_equal(first.log_probs, second.log_probs)
 
 
 def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(stage: Stage) -> None:
     before = stage.sample(1)
-    an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage, before)
+    check_an_engine_of_another_plan(stage, before)
     before = stage.sample(0)
-    a_trainer_that_stands_still_is_named(stage)
-    assert same(stage.sample(0), before)
-    an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage)
-    a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage)
+    check_a_trainer_that_stands_still(stage)
+    assert are_equal(stage.sample(0), before)
+    check_an_engine_killed_on_the_way(stage)
+    check_a_trainer_that_cannot_open(stage)
 
 
-def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: PackedCompletions) -> None:
+def check_an_engine_of_another_plan(stage: Stage, before: PackedCompletions) -> None:
+    """Check that the engine serves its old weights and comes back."""
     refit = stage.refit("shm")
     plan = refit.plan
-    other = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
-    stage.pool.engines[1].start(Engine.refit_open, refit.transport(2), other, 2, "auto", False).wait(DEADLINE)
+    other_plan = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
+    stage.pool.engines[1].start(Engine.refit_open, refit.transport(2), other_plan, 2, "auto", False).wait(DEADLINE)
     with pytest.raises(EnginesLost, match=f"the trainer sends by plan {plan.digest}, this end was given plan") as lost:
         refit.run(stage.pool.ends(), 1)
     assert [*lost.value.reasons] == lost.value.intact == [1]
-    assert same(stage.sample(1), before)
+    assert are_equal(stage.sample(1), before)
     stage.pool.connect(refit)
     stage.pool.sync(2)
-    assert same(stage.sample(0), stage.sample(1))
-    assert not same(stage.sample(1), before)
+    assert are_equal(stage.sample(0), stage.sample(1))
+    assert not are_equal(stage.sample(1), before)
     assert set(stage.sample(1).versions.tolist()) == {2}
 
 
-def a_trainer_that_stands_still_is_named(stage: Stage) -> None:
+def check_a_trainer_that_stands_still(stage: Stage) -> None:
+    """Check that the trainer is named in time."""
     stage.refit("broadcast", SHORTER)
     trainer = stage.source.workers[0].pid()
     os.kill(trainer, signal.SIGSTOP)
@@ -120,47 +117,51 @@ def a_trainer_that_stands_still_is_named(stage: Stage) -> None:
     assert SHORTER <= time.monotonic() - begin < PATIENCE_S
 
 
-def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> None:
+def check_an_engine_killed_on_the_way(stage: Stage) -> None:
+    """Check that the engine is rebuilt at the new version."""
     # The other engine learns this by gloo's own timeout.
     stage.refit("broadcast", TIMEOUT)
-    trainer, engine = stage.source.workers[0].pid(), stage.pool.engines[0].pid()
+    trainer = stage.source.workers[0].pid()
+    engine = psutil.Process(stage.pool.engines[0].pid())
     # While the trainer stands still both engines wait in the middle of the refit.
     os.kill(trainer, signal.SIGSTOP)
 
-    start, asked = stage.pool.engines[0].start, threading.Event()
+    start = stage.pool.engines[0].start
+    refit_has_begun = threading.Event()
 
-    def started(method: Any, *arguments: Any) -> Any:
+    def start_and_notice(method: Any, *arguments: Any) -> Any:
         pending = start(method, *arguments)
         if method.__name__ == "refit_receive":
-            asked.set()
+            refit_has_begun.set()
         return pending
 
     def kill() -> None:
-        if asked.wait(PATIENCE_S):
+        if refit_has_begun.wait(PATIENCE_S):
             # By now it receives, or is about to.
             time.sleep(1)
-            process = psutil.Process(engine)
-            process.kill()
-            survivors([process])
+            engine.kill()
+            survivors([engine])
         os.kill(trainer, signal.SIGCONT)
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with patch.object(stage.pool.engines[0], "start", started):
+    with patch.object(stage.pool.engines[0], "start", start_and_notice):
         stage.pool.sync(5)
     killer.join()
-    lost = [fields for kind, fields in stage.events if kind == "engine_lost"]
-    assert [fields["engine"] for fields in lost] == [0]
-    assert "engine-0 died during refit_receive" in lost[0]["reason"]
-    first, second = stage.sample(0), stage.sample(1)
-    assert same(first, second)
+    losses = [fields for kind, fields in stage.events if kind == "engine_lost"]
+    assert [loss["engine"] for loss in losses] == [0]
+    assert "engine-0 died during refit_receive" in losses[0]["reason"]
+    first = stage.sample(0)
+    second = stage.sample(1)
+    assert are_equal(first, second)
     assert set(first.versions.tolist()) == set(second.versions.tolist()) == {5}
 
 
-def a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage: Stage) -> None:
+def check_a_trainer_that_cannot_open(stage: Stage) -> None:
+    """Check that the trainer's error is shown in time, though engines wait for the trainer."""
     begin = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as taken, patch.object(Worker, "meeting_point") as place:
-        place.return_value = taken.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as busy, patch.object(Worker, "meeting_point") as meeting_point:
+        meeting_point.return_value = busy.getsockname()
         with pytest.raises(WorkerError, match=r"trainer-0.*nobody could be met at 127\.0\.0\.1"):
             stage.refit("broadcast", PATIENCE_S)
     # The engines wait for the trainer that long.

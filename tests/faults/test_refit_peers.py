@@ -25,7 +25,7 @@ from tests.tiny_models import make_model
 from tests.waiting import PATIENCE_S, until
 
 ENGINE = Path(__file__).parents[1] / "plugins" / "plain_engine.py"
-# A deadline that only an engine reaches that was not told of a lost peer.
+# A deadline that an engine reaches only if nobody tells it of a lost peer.
 FAR_S = 10 * PATIENCE_S
 VICTIM = 1
 Events = list[tuple[str, dict[str, Any]]]
@@ -38,8 +38,8 @@ class Rows(SendsWeights):
         import torch
 
         size = ROWS // world
-        self.rows = {name: whole[rank * size : (rank + 1) * size] for name, whole in make_tensors().items()}
         self.first = rank * size
+        self.rows = {name: tensor[self.first : self.first + size] for name, tensor in make_tensors().items()}
         super().__init__(self, rank, torch.device("cpu"))
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
@@ -49,7 +49,8 @@ class Rows(SendsWeights):
         return [Shard(name, (self.first, 0), rows) for name, rows in self.rows.items()]
 
 
-ROWS, COLUMNS = 4096, 512
+ROWS = 4096
+COLUMNS = 512
 
 
 def make_tensors() -> dict[str, Any]:
@@ -61,7 +62,8 @@ def make_tensors() -> dict[str, Any]:
 
 class MakeRows:
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
 
     def __call__(self) -> Rows:
         return Rows(self.rank, self.world)
@@ -77,14 +79,15 @@ def stage(
     trainers: list[Callable[[], Any]],
     **options: Any,
 ) -> Iterator[tuple[GeneratorPool, WorkerGroup, Events]]:
-    """Engines that may be restarted once, joined with trainer ranks by broadcast."""
+    """Start engines that may be restarted once, and join them with trainer ranks by broadcast."""
     events: Events = []
 
     def emit(kind: str, **fields: Any) -> None:
         events.append((kind, fields))
 
     pool = GeneratorPool(spec, [seat] * engines, str(logs), FAR_S, 1, emit)
-    source = WorkerGroup([WorkerSpec(f"trainer-{r}", make, threads=2) for r, make in enumerate(trainers)], FAR_S)
+    ranks = [WorkerSpec(f"trainer-{rank}", make_trainer, threads=2) for rank, make_trainer in enumerate(trainers)]
+    source = WorkerGroup(ranks, FAR_S)
     try:
         source.built().wait(FAR_S)
         pool.wait_until_built()
@@ -96,9 +99,9 @@ def stage(
 
 
 def check_one_loss(pool: GeneratorPool, before: list[Worker | None], events: Events) -> None:
-    """One engine is new and was counted; every other one is the process of before."""
-    counted = [(kind, fields["engine"]) for kind, fields in events if kind.startswith("engine_")]
-    assert counted == [("engine_lost", VICTIM), ("engine_restarted", VICTIM)]
+    """Check that one engine is new and was counted. Every other engine is still the same process."""
+    engine_events = [(kind, fields["engine"]) for kind, fields in events if kind.startswith("engine_")]
+    assert engine_events == [("engine_lost", VICTIM), ("engine_restarted", VICTIM)]
     assert [index for index, worker in enumerate(pool.slots) if worker is not before[index]] == [VICTIM]
 
 
@@ -112,7 +115,8 @@ def test_a_direct_refit_survives_an_engine_killed_in_the_middle(
     trainers: list[Callable[[], Any]] = [MakeRows(rank, 4) for rank in range(4)]
     with stage(tmp_path, ray_here, spec, EngineSlot(environment("cpu", [])), engines, trainers) as (pool, _, events):
         assert pool._refit and len(pool._refit.plan.owner_groups) == 2
-        before, pid = list(pool.slots), pool.engines[VICTIM].pid()
+        slots_before = list(pool.slots)
+        pid = pool.engines[VICTIM].pid()
         (tmp_path / f"hold-{pid}").touch()
 
         def kill() -> None:
@@ -130,10 +134,10 @@ def test_a_direct_refit_survives_an_engine_killed_in_the_middle(
         killer.join()
         assert report.rebuilt == (VICTIM,)
         record_property("seconds", time.monotonic() - begin)
-        check_one_loss(pool, before, events)
-        whole = {"state": "whole"} | {name: hash_of(tensor) for name, tensor in make_tensors().items()}
-        live = [engine.start(PlainEngine.live) for engine in pool.engines]
-        assert [each.wait(PATIENCE_S)[0] for each in live] == [whole] * engines
+        check_one_loss(pool, slots_before, events)
+        hashes = {name: hash_of(tensor) for name, tensor in make_tensors().items()}
+        calls = [engine.start(PlainEngine.live) for engine in pool.engines]
+        assert [call.wait(PATIENCE_S)[0] for call in calls] == [{"state": "whole"} | hashes] * engines
         # They are one group again.
         assert pool.sync(2).rebuilt == ()
 
@@ -143,27 +147,28 @@ def test_a_direct_refit_survives_an_engine_killed_in_the_middle(
 def test_eight_engines_that_stage_by_broadcast_sample_on_while_a_killed_one_is_rebuilt(
     ray_here: Path, tmp_path: Path, record_property: Any
 ) -> None:
-    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
+    old = make_model(tmp_path / "old", seed=1)
+    new = make_model(tmp_path / "new", seed=2)
     trainers: list[Callable[[], Any]] = [MakeSource(new, FolderSource)]
     with stage(tmp_path, ray_here, spec_for(old), SEAT, 8, trainers, in_flight=True) as (pool, source, events):
-        before, victim = list(pool.slots), pool.engines[VICTIM].pid()
+        slots_before = list(pool.slots)
+        victim = psutil.Process(pool.engines[VICTIM].pid())
         trainer = psutil.Process(source.workers[0].pid())
         start = Worker.start
-        asked = threading.Semaphore(0)
+        receives = threading.Semaphore(0)
 
-        def started(worker: Worker, method: Any, *arguments: Any) -> Any:
+        def start_and_count(worker: Worker, method: Any, *arguments: Any) -> Any:
             pending = start(worker, method, *arguments)
             if method.__name__ == Engine.refit_receive.__name__:
-                asked.release()
+                receives.release()
             return pending
 
         def kill() -> None:
             for _ in range(8):
-                asked.acquire(timeout=PATIENCE_S)
+                receives.acquire(timeout=PATIENCE_S)
             time.sleep(1)
-            process = psutil.Process(victim)
-            process.kill()
-            survivors([process])
+            victim.kill()
+            survivors([victim])
             trainer.resume()
 
         # While it stands still all engines wait in the middle of the refit.
@@ -172,11 +177,11 @@ def test_eight_engines_that_stage_by_broadcast_sample_on_while_a_killed_one_is_r
         killer.start()
         begin = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Worker, "start", started)
+            patch.setattr(Worker, "start", start_and_count)
             pool.sync(1)
         killer.join()
         record_property("seconds", time.monotonic() - begin)
-        check_one_loss(pool, before, events)
+        check_one_loss(pool, slots_before, events)
         answers = [sample(engine, greedy([[5, 6, 7, 8], [9, 10, 11]], 12)) for engine in pool.engines]
-        assert all(set(each.versions.tolist()) == {1} for each in answers)
-        assert all(each.tokens.tolist() == answers[0].tokens.tolist() for each in answers)
+        assert all(set(answer.versions.tolist()) == {1} for answer in answers)
+        assert all(answer.tokens.tolist() == answers[0].tokens.tolist() for answer in answers)

@@ -29,20 +29,19 @@ def test_a_lost_trainer_is_started_again_and_one_loss_too_many_ends_the_run(tmp_
     settings = (f"sft.num_steps={STEPS}", "checkpoint.every=2", "run.max_restarts=1", "run.restart_backoff_s=0.1")
     run = Run(tmp_path, "restarted", *settings, "validation.every=0", kind="sft")
     run.wait_for_event("checkpoint", step=4)
-    first = run.wait_for_event("processes")
-    os.kill(first["trainer-0"], signal.SIGSTOP)
-    damaged = damage_the_newest(run.path / "checkpoints")
-    os.kill(first["trainer-0"], signal.SIGKILL)
-    again = run.wait_for_event("restart")
-    assert (again["count"], again["pause_s"]) == ("1 of 1", 0.1)
-    assert "trainer-0 died during" in again["reason"]
-    begun = run.wait_for_event("run_started", attempt=2)
-    assert begun["start_step"] == damaged - 2
-    assert f"step_{damaged}/state.json: empty, of" in run.wait_for_event("warning")["what"]
+    trainer = run.wait_for_event("processes")["trainer-0"]
+    os.kill(trainer, signal.SIGSTOP)
+    damaged_step = damage_the_newest(run.path / "checkpoints")
+    os.kill(trainer, signal.SIGKILL)
+    restart = run.wait_for_event("restart")
+    assert (restart["count"], restart["pause_s"]) == ("1 of 1", 0.1)
+    assert "trainer-0 died during" in restart["reason"]
+    start = run.wait_for_event("run_started", attempt=2)
+    assert start["start_step"] == damaged_step - 2
+    assert f"step_{damaged_step}/state.json: empty, of" in run.wait_for_event("warning")["what"]
     run.wait_for_event("phase", step=STEPS - 10)
     assert [record["step"] for record in run.steps()][: STEPS - 11] == list(range(1, STEPS - 10))
-    second = [event for event in run.events() if event["kind"] == "processes"][-1]
-    os.kill(second["trainer-0"], signal.SIGKILL)
+    os.kill(run.events("processes")[-1]["trainer-0"], signal.SIGKILL)
     assert run.end() == 1
     assert run.events()[-1]["status"] == "failed"
     assert "trainer-0 died during" in run.text()

@@ -29,62 +29,69 @@ LOOSE += ("groups/surplus", "tokens/surplus", "tokens/wasted")
 LOOSE += ("generator/prefix_hit_share",)
 
 
-def lasting(record: dict[str, Any]) -> dict[str, Any]:
+def lasting_metrics(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a step that a repetition has too."""
     return {name: value for name, value in record.items() if not name.startswith(LOOSE)}
 
 
-def same(run: Run, whole: Run, last: int) -> None:
-    """Up to step `last`: metrics, the outcome of every prompt, and the weights bit by bit."""
-    ours, theirs = ([lasting(step) for step in each.steps() if step["step"] <= last] for each in (run, whole))
-    assert [step["step"] for step in ours] == list(range(1, last + 1))
-    assert ours == theirs
-    ended, expected = outcomes(run.path), outcomes(whole.path)
-    assert all(len(steps) == 1 for steps in ended.values())
-    until = [{name: steps for name, steps in each.items() if steps[0] <= last} for each in (ended, expected)]
-    assert until[0] == until[1]
-    [name] = sorted(file.name for file in (whole.path / f"checkpoints/step_{last}/hf").glob("*.safetensors"))
-    weights = [(each.path / f"checkpoints/step_{last}/hf" / name).read_bytes() for each in (run, whole)]
-    assert weights[0] == weights[1]
+def check_same_runs(run: Run, unhurt: Run, last: int) -> None:
+    """Check that metrics, the outcome of every prompt and all bits of the weights are equal up to step `last`."""
+    metrics = metrics_until(run, last)
+    assert [step["step"] for step in metrics] == list(range(1, last + 1))
+    assert metrics == metrics_until(unhurt, last)
+    assert all(len(steps) == 1 for steps in outcomes(run.path).values())
+    assert outcomes_until(run, last) == outcomes_until(unhurt, last)
+    folder = f"checkpoints/step_{last}/hf"
+    (unhurt_file,) = (unhurt.path / folder).glob("*.safetensors")
+    assert (run.path / folder / unhurt_file.name).read_bytes() == unhurt_file.read_bytes()
 
 
-def killed(run: Run, moments: random.Random) -> None:
+def metrics_until(run: Run, last: int) -> list[dict[str, Any]]:
+    return [lasting_metrics(step) for step in run.steps() if step["step"] <= last]
+
+
+def outcomes_until(run: Run, last: int) -> dict[str, list[int]]:
+    return {prompt_id: steps for prompt_id, steps in outcomes(run.path).items() if steps[0] <= last}
+
+
+def kill_within_a_step(run: Run, moments: random.Random) -> None:
     run.wait_for_step(run.start() + moments.randint(2, 4))
     time.sleep(moments.uniform(0, 0.4))
     assert survivors(run.kill()) == []
 
 
-def without_its_trainer_it_ends_with_one_line(run: Run) -> None:
+def check_that_it_ends_with_one_line_without_its_trainer(run: Run) -> None:
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGKILL)
     assert run.end() == 1
     assert "trainer-0 died during" in run.text()
     assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
-def stop_was_told(run: Run) -> bool:
-    return any(event.get("asked_to_stop") for event in run.events() if event["kind"] == "warning")
+def has_warned_of_a_stop(run: Run) -> bool:
+    return any(event.get("asked_to_stop") for event in run.events("warning"))
 
 
-def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str], status: str) -> list[str]:
-    """Though the step cannot end: the trainer stands still. Returns the result of `interrupt`."""
+def interrupt_twice(run: Run, interrupt: Callable[[Run], str], status: str) -> list[str]:
+    """Check that a run stops at once, though its trainer stands still. Return the two outputs of `interrupt`."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
-    first = interrupt(run)
-    run.wait_for("the warning of a stop", lambda: stop_was_told(run))
-    said = [first, interrupt(run)]
+    first_output = interrupt(run)
+    run.wait_for("the warning of a stop", lambda: has_warned_of_a_stop(run))
+    second_output = interrupt(run)
     assert run.end() == 130
     assert survivors(family) == []
     # Once, by the part that was asked twice.
-    assert [event["status"] for event in run.events() if event["kind"] == "run_ended"][-1:] == [status]
+    assert [event["status"] for event in run.events("run_ended")][-1:] == [status]
     assert "without a checkpoint of this step" in run.events()[-1]["reason"]
-    return said
+    return [first_output, second_output]
 
 
-def ctrl_c(run: Run) -> str:
+def press_ctrl_c(run: Run) -> str:
     run.interrupt()
     return ""
 
 
-def runs_stop(run: Run) -> str:
+def call_runs_stop(run: Run) -> str:
     command = [sys.executable, "-m", "rlctl.cli.main", "runs", "stop", str(run.path)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
@@ -92,44 +99,44 @@ def runs_stop(run: Run) -> str:
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     run = Run(tmp_path, "hurt-resume", WITHOUT_VLLM, *SETTINGS)
     run.wait_for_event("run_started")
-    second = Run(tmp_path, "hurt-resume", resume=True)
-    assert second.end() == 2
-    assert f"is still running (process {run.process.pid})" in second.text()
-    killed(run, random.Random(7))
+    second_driver = Run(tmp_path, "hurt-resume", resume=True)
+    assert second_driver.end() == 2
+    assert f"is still running (process {run.process.pid})" in second_driver.text()
+    kill_within_a_step(run, random.Random(7))
     run = Run(tmp_path, "hurt-resume", resume=True)
     last = run.wait_for_event("checkpoint")["step"]
-    without_its_trainer_it_ends_with_one_line(run)
+    check_that_it_ends_with_one_line_without_its_trainer(run)
 
-    whole = Run(tmp_path, "whole-resume", WITHOUT_VLLM, *SETTINGS)
-    whole.wait_for_event("checkpoint", step=last)
-    same(run, whole, last)
+    unhurt = Run(tmp_path, "unhurt-resume", WITHOUT_VLLM, *SETTINGS)
+    unhurt.wait_for_event("checkpoint", step=last)
+    check_same_runs(run, unhurt, last)
     # The engine of one file serves the sent weights: the trainer finds its log-probs, before and after refits.
-    assert all(abs(step["mismatch/token_mult_prob_error"] - 1) < 1e-5 for step in whole.steps())
-    interrupted_twice_it_stops_at_once(whole, ctrl_c, "interrupted")
-    assert in_transit("hurt-resume") == in_transit("whole-resume") == []
+    assert all(abs(step["mismatch/token_mult_prob_error"] - 1) < 1e-5 for step in unhurt.steps())
+    interrupt_twice(unhurt, press_ctrl_c, "interrupted")
+    assert in_transit("hurt-resume") == in_transit("unhurt-resume") == []
 
 
 @pytest.mark.long  # repetitions
 @pytest.mark.timeout(900 + 120 * KILLS)
-@pytest.mark.parametrize("trained", [(), ("lora.rank=4", "trainer.optimizer.lr=3e-3")], ids=["weights", "adapters"])
-def test_killed_again_and_again_equals_uninterrupted(trained: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [(), ("lora.rank=4", "trainer.optimizer.lr=3e-3")], ids=["weights", "adapters"])
+def test_killed_again_and_again_equals_uninterrupted(training: tuple[str, ...], tmp_path: Path) -> None:
     moments = random.Random(7)
-    run = Run(tmp_path, "killed", *SETTINGS, *trained)
+    run = Run(tmp_path, "killed", *SETTINGS, *training)
     for attempt in range(KILLS):
         if attempt == 1:  # once while it is only starting up
             run.wait_for_event("startup", what="trainer")
             assert survivors(run.kill()) == []
         else:
-            killed(run, moments)
+            kill_within_a_step(run, moments)
         run = Run(tmp_path, "killed", resume=True)
     last = run.wait_for_event("checkpoint")["step"]
-    first, second = interrupted_twice_it_stops_at_once(run, runs_stop, "stopped")
-    assert first.startswith("killed ends after its step, and is saved") and second == "killed ends now\n"
-    whole = Run(tmp_path, "whole-resume", *SETTINGS, *trained)
-    whole.wait_for_event("checkpoint", step=last)
-    whole.interrupt()
-    assert whole.end() == 130
-    same(run, whole, last)
+    outputs = interrupt_twice(run, call_runs_stop, "stopped")
+    assert outputs[0].startswith("killed ends after its step, and is saved") and outputs[1] == "killed ends now\n"
+    unhurt = Run(tmp_path, "unhurt-resume", *SETTINGS, *training)
+    unhurt.wait_for_event("checkpoint", step=last)
+    unhurt.interrupt()
+    assert unhurt.end() == 130
+    check_same_runs(run, unhurt, last)
     assert in_transit("killed") == []
 
 
@@ -138,11 +145,11 @@ def test_a_run_that_was_stopped_before_it_began_is_listed(tmp_path: Path) -> Non
     run.wait_for("the run's folder", lambda: (run.path / "config.yaml").exists())
     run.interrupt()
     # The first may end it already.
-    until(lambda: stop_was_told(run) or run.process.poll() is not None, run.text)
+    until(lambda: has_warned_of_a_stop(run) or run.process.poll() is not None, run.text)
     if run.process.poll() is None:
         run.interrupt()
     assert run.end() == 130
     assert [(event["kind"], event.get("status")) for event in run.events()][-1] == ("run_ended", "interrupted")
     command = [sys.executable, "-m", "rlctl.cli.main", "runs", "list", "--dir", str(run.path.parent)]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert "early" in listed and "interrupted" in listed
+    listing = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert "early" in listing and "interrupted" in listing

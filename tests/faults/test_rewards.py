@@ -4,10 +4,12 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run, read, survivors
 
 # Processes of this test alone, not of others on the machine.
@@ -26,33 +28,34 @@ def score(prompt, completion, answer, row):
 """
 
 
-def left_by_the_reward() -> list[psutil.Process]:
+def processes_of_the_reward() -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline"]) if SECONDS in (process.info["cmdline"] or [])]
 
 
 def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_most_of_them_do(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
-    settings = (
-        "rewards=[{name: 'mine:score'}, {name: exact, weight: 0.1}]",
-        *("grpo.num_steps=100000", "checkpoint.every=0", "health.failed_reward_steps=2"),
-        *("validation.every=2", "validation.max_prompts=30", "telemetry.groups_per_step=8", "run.log_every=1"),
-    )
-    run = Run(tmp_path, "failing", WITHOUT_VLLM, *settings)
+    run = Run(
+        tmp_path, "failing", WITHOUT_VLLM, "rewards=[{name: 'mine:score'}, {name: exact, weight: 0.1}]",
+        "grpo.num_steps=100000", "checkpoint.every=0", "health.failed_reward_steps=2", "validation.every=2",
+        "validation.max_prompts=30", "telemetry.groups_per_step=8", "run.log_every=1",
+    )  # fmt: skip
     run.wait_for_step(3)
-    left = left_by_the_reward()
-    assert left
+    processes = processes_of_the_reward()
+    assert processes
     # Rewards start while Ray does. In Ray's temporary folder they would end together with Ray. The Ray of an earlier
     # test in this process leaves the path of its token.
-    rays = {"VLLM_HOST_IP", "RAY_AUTH_TOKEN_PATH"} - set(os.environ)
-    assert not rays & {name for process in left for name in process.environ()}
-    assert {process.environ().get("TMPDIR") for process in left} == {os.environ.get("TMPDIR")}
+    variables_of_ray = {"VLLM_HOST_IP", "RAY_AUTH_TOKEN_PATH"} - set(os.environ)
+    for process in processes:
+        assert variables_of_ray.isdisjoint(process.environ())
+        assert process.environ().get("TMPDIR") == os.environ.get("TMPDIR")
     (tmp_path / "broken").touch()
     assert run.end() == 1, run.text()
-    assert survivors(left_by_the_reward()) == []
+    assert survivors(processes_of_the_reward()) == []
 
-    text, steps = run.text(), run.steps()
+    text = run.text()
+    steps = run.steps()
     last = len(steps)
-    it_is_told_once(run, text)
+    check_that_it_is_told_once(run, text)
     assert f"step {last}: rewards failed for 100% of the rollouts, in 2 steps in a row for more than 50%" in text
     assert f"most of them score: raised ValueError at {Path('mine.py')}:10" in text
     assert f"rlctl train grpo --resume {run.path}" in text
@@ -60,45 +63,42 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
     state = json.loads((run.path / "checkpoints" / f"step_{last}" / "state.json").read_text())
     assert (state["version"], steps[-1]["version"]) == (last, last)
 
-    first, end = steps[0], steps[-1]
+    first = steps[0]
     assert 0 < first["reward/failed"] == first["reward/score/failed"] < 32 and first["reward/exact/failed"] == 0
     assert first["reward/accuracy"] == pytest.approx(first["reward/score/mean"])
-    assert (end["reward/failed"], "reward/mean" in end, "reward/exact/mean" in end) == (32, False, True)
-    accuracy_is_of_what_was_scored(run)
+    assert steps[-1]["reward/failed"] == 32
+    assert "reward/mean" not in steps[-1] and "reward/exact/mean" in steps[-1]
+    check_that_accuracy_is_of_scored_rollouts(run)
 
 
-def it_is_told_once(run: Run, text: str) -> None:
-    """Though the message differs from rollout to rollout."""
-    warned = [event["what"] for event in run.events() if event["kind"] == "warning" and "check" not in event]
-    told = [what for what in warned if not what.startswith("torch_engine.py ")]
+def check_that_it_is_told_once(run: Run, text: str) -> None:
+    """Check that the failure is one warning, though its message differs from rollout to rollout."""
+    warnings = [event["what"] for event in run.events("warning") if "check" not in event]
+    warnings = [warning for warning in warnings if not warning.startswith("torch_engine.py ")]
     # Steps whose rollouts have no reward have nothing to train on. Rewards that are all equal have no gradient either.
-    skipped = [what for what in told if " no optimizer step, " in what]
-    assert len(told) == 1 + len(skipped) and sum("no token to train on" in what for what in skipped) == 1
-    assert told[0].startswith("reward score: raised ValueError at mine.py:10: no idea of ")
+    skips = [warning for warning in warnings if " no optimizer step, " in warning]
+    assert len(warnings) == 1 + len(skips) and sum("no token to train on" in skip for skip in skips) == 1
+    assert warnings[0].startswith("reward score: raised ValueError at mine.py:10: no idea of ")
     assert text.count("warning     reward score: raised ValueError at mine.py:10") == 1
     errors = (run.path / "logs" / "latest" / "reward-errors.log").read_text()
     assert errors.count("Traceback") == 1
     assert f'File "{run.path.parents[1] / "mine.py"}", line 10, in score' in errors
 
 
-def accuracy_is_of_what_was_scored(run: Run) -> None:
-    held_out = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
-    answers = [int(row["answer"]) for row in read(_recipes() / "tiny-data" / "validation.jsonl")][:30]
-    failing = sum(answer % 3 == 0 for answer in answers)
-    before = held_out[0]
-    assert before["validation/failed_rewards"] == failing > 0
-    right = before["validation/accuracy"] * (30 - failing)
-    assert right == pytest.approx(round(right)) and right > 0
-    assert before["validation/reward"] == pytest.approx(1.1 * before["validation/accuracy"])
-    groups = [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "group"]
-    shown = [rollout for group in groups for rollout in group["rollouts"]]
-    failed = [record for record in shown if record["failed"]]
-    assert 0 < len(failed) < len(shown)
-    assert all(record["rewards"]["score"] is None and record["right"] is None for record in failed)
-    assert all(set(record["rewards"]) == {"score", "exact"} for record in shown)
-
-
-def _recipes() -> Path:
-    from rlctl.config.builtin import RECIPES
-
-    return RECIPES
+def check_that_accuracy_is_of_scored_rollouts(run: Run) -> None:
+    validations = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
+    answers = [int(row["answer"]) for row in read(RECIPES / "tiny-data" / "validation.jsonl")][:30]
+    failures = sum(answer % 3 == 0 for answer in answers)
+    first = validations[0]
+    assert first["validation/failed_rewards"] == failures > 0
+    right_answers = first["validation/accuracy"] * (30 - failures)
+    assert right_answers == pytest.approx(round(right_answers)) and right_answers > 0
+    assert first["validation/reward"] == pytest.approx(1.1 * first["validation/accuracy"])
+    rollouts: list[dict[str, Any]] = []
+    for record in read(run.path / "rollouts.jsonl"):
+        if record["kind"] == "group":
+            rollouts += record["rollouts"]
+    failed_rollouts = [rollout for rollout in rollouts if rollout["failed"]]
+    assert 0 < len(failed_rollouts) < len(rollouts)
+    assert all(rollout["rewards"]["score"] is None and rollout["right"] is None for rollout in failed_rollouts)
+    assert all(set(rollout["rewards"]) == {"score", "exact"} for rollout in rollouts)

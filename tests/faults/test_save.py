@@ -16,12 +16,12 @@ SETTINGS = ("sft.num_steps=12", "checkpoint.every=2", "checkpoint.keep_last=100"
 def stop_the_rank_while_it_writes(run: Run, rank: int) -> Path:
     """Return the folder of a checkpoint that is not whole: the rank stood still before its thread had ended."""
     folder = run.path / "checkpoints"
-    seen = set[Path]()
+    earlier_folders = set[Path]()
     while True:
         assert run.process.poll() is None, run.text()
-        for temporary in set(folder.glob("tmp_step_*")) - seen:
+        for temporary in set(folder.glob("tmp_step_*")) - earlier_folders:
             os.kill(rank, signal.SIGSTOP)
-            seen.add(temporary)
+            earlier_folders.add(temporary)
             time.sleep(0.5)
             if temporary.exists():
                 return temporary
@@ -45,8 +45,8 @@ def test_a_kill_while_a_checkpoint_is_written_loses_only_the_steps_since_the_one
     assert resumed.start() == step - 2
     assert resumed.end() == 0, resumed.text()
     assert not unfinished.exists()
-    whole = Run(tmp_path, "whole", *SETTINGS, kind="sft")
-    assert whole.end() == 0, whole.text()
+    unhurt = Run(tmp_path, "unhurt", *SETTINGS, kind="sft")
+    assert unhurt.end() == 0, unhurt.text()
     assert [record["step"] for record in resumed.steps()] == list(range(1, 13))
-    last = "checkpoints/step_12/hf/model.safetensors"
-    assert (resumed.path / last).read_bytes() == (whole.path / last).read_bytes()
+    weights = "checkpoints/step_12/hf/model.safetensors"
+    assert (resumed.path / weights).read_bytes() == (unhurt.path / weights).read_bytes()

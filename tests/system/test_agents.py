@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run
-from tests.faults.test_resume import same
+from tests.faults.test_resume import check_same_runs
 from tests.system.test_eval import evaluate
 from tests.system.test_games import accuracies
 
@@ -19,7 +19,7 @@ RECIPE = "calculator-agent-tiny"
 def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
     run = Run(tmp_path, "agent", RECIPE, WITHOUT_VLLM, "grpo.num_steps=2", "validation.every=0")
     assert run.end() == 0, run.text()
-    assert run.undeclared() == set()
+    assert run.undeclared_metrics() == set()
     for step in run.steps():
         assert step["mismatch/token_mult_prob_error"] < 1.001
         assert (step["agent/rows_per_episode"], step["environment/failed"]) == (1, 0)
@@ -36,7 +36,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     killed.kill()
     resumed = Run(tmp_path, "killed", resume=True)
     assert resumed.end() == 0, resumed.text()
-    same(resumed, whole, 3)
+    check_same_runs(resumed, whole, 3)
 
 
 @pytest.mark.long

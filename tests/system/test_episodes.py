@@ -12,7 +12,7 @@ import pytest
 from rlctl.config.builtin import RECIPES
 from rlctl.telemetry.exact_tokens import unpack
 from tests.faults.runs import Run, read, survivors
-from tests.faults.test_resume import same
+from tests.faults.test_resume import check_same_runs
 
 GUESS = (
     "environment.name=guess",
@@ -221,7 +221,7 @@ def test_a_killed_run_of_episodes_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert again.end() == 0, again.text()
     whole = Run(tmp_path, "whole", *settings[:-1], "grpo.num_steps=6")
     assert whole.end() == 0, whole.text()
-    same(again, whole, 6)
+    check_same_runs(again, whole, 6)
 
 
 GAMES = (

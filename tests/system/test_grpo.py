@@ -130,7 +130,7 @@ def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Ru
 
 @pytest.mark.slow
 def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is_told_once(own: Run) -> None:
-    assert own.undeclared() == {"sapo/undeclared"}
+    assert own.undeclared_metrics() == {"sapo/undeclared"}
     told = [event["what"] for event in own.events() if "is not declared" in str(event.get("what"))]
     assert len(told) == 1 and told[0].startswith("metric sapo/undeclared ")
     state = read_state(own.path)

@@ -7,7 +7,7 @@ import pytest
 
 import rlctl.environments.rollout_function as function_module
 from tests.faults.runs import Run, read
-from tests.faults.test_resume import same
+from tests.faults.test_resume import check_same_runs
 
 PAGE = (Path(function_module.__file__).parent / "README.md").read_text()
 SETTINGS = ("rollout=my_rollout.py:play", "rewards=[]", "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}")
@@ -37,4 +37,4 @@ def test_the_example_trains_what_it_sampled_and_a_killed_run_goes_on_bit_for_bit
     killed.kill()
     resumed = Run(folder, "killed", resume=True)
     assert resumed.end() == 0, resumed.text()
-    same(resumed, whole, 3)
+    check_same_runs(resumed, whole, 3)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import Run, in_transit, read, survivors
-from tests.faults.test_resume import lasting
+from tests.faults.test_resume import lasting_metrics
 from tests.system.test_episodes import GUESS, tasks
 from tests.system.test_eval import evaluate
 
@@ -28,7 +28,7 @@ def validations(run: Run) -> dict[int, dict[str, Any]]:
 def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
     run = Run(tmp_path, "sft", "sft.num_steps=2", "sft.batch_size=16", "validation.every=1", *RECIPE, *FEW, kind="sft")
     assert run.end() == 0, run.text()
-    assert run.undeclared() == set()
+    assert run.undeclared_metrics() == set()
     found = validations(run)
     assert [*found] == [0, 1, 2]
     for each in found.values():
@@ -58,7 +58,7 @@ def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figur
     assert whole.end() == 0, whole.text()
     found = validations(whole)
     assert found == validations(hurt)
-    assert [lasting(step) for step in hurt.steps()] == [lasting(step) for step in whole.steps()]
+    assert [lasting_metrics(step) for step in hurt.steps()] == [lasting_metrics(step) for step in whole.steps()]
     name = "checkpoints/step_200/hf/model.safetensors"
     assert (hurt.path / name).read_bytes() == (whole.path / name).read_bytes()
     accuracies = [each["validation/accuracy"] for each in found.values()]
