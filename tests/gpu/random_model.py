@@ -24,7 +24,7 @@ def score(prompt: str, completion: str, answer: str | None, row: dict) -> float:
 
 
 def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64) -> Path:
-    """Write everything into `folder`; returns it. The same bytes every time, device aside."""
+    """Write everything into `folder`, with the same bytes every time on one kind of device; return the folder."""
     source = model_folder(shape, folder)
     # The tokenizer's own.
     config = json.loads((source / "config.json").read_text()) | {"eos_token_id": 1, "pad_token_id": 0}
@@ -34,15 +34,16 @@ def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64) 
     write_random_model(source, folder / "model", 0, quick=True)
     rng = random.Random(0)
     for name, count in (("train", prompts), ("validation", 64)):
-        rows = (" ".join(f"w{rng.randrange(3, size)}" for _ in range(prompt_tokens)) for _ in range(count))
-        text = "".join(json.dumps({"prompt": row, "answer": ""}) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text)
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for _ in range(count):
+                prompt = " ".join(f"w{rng.randrange(3, size)}" for _ in range(prompt_tokens))
+                file.write(json.dumps({"prompt": prompt, "answer": ""}) + "\n")
     (folder / "reward.py").write_text(REWARD)
     return folder
 
 
 def overrides(folder: Path) -> list[str]:
-    """Overrides that point a recipe at `folder`."""
+    """Return the overrides that point a recipe at `folder`."""
     return [
         f"model.path={folder / 'model'}",
         f"data.train.path={folder / 'train.jsonl'}",
@@ -55,5 +56,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
-    chosen = parser.parse_args()
-    print(make(chosen.folder, chosen.shape))
+    arguments = parser.parse_args()
+    print(make(arguments.folder, arguments.shape))

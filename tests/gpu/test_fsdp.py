@@ -1,5 +1,6 @@
 """The FSDP trainer on a GPU, in bfloat16: code that is fused or compiled there alone trains as without."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,42 @@ DATA = sequences(40)
 LOSS = WeightedLoss()
 
 
-def trained(model: Path, folder: Path, **options: Any) -> tuple[list[np.ndarray], list[dict[str, float]]]:
-    """Log-probs before, then the metrics of three updates whose packs have other shapes each."""
-    with open_trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as one:
-        log_probs = [row for batch in one.log_probs(share(DATA, 64)) for row in batch]
-        return log_probs, [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (30, 64, 100)]
+def train(model: Path, folder: Path, **options: Any) -> tuple[np.ndarray, list[dict[str, float]]]:
+    """Return log-probs before, and the metrics of three updates. Their packs have different shapes."""
+    with open_trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as trainer:
+        log_probs = np.concatenate(list(chain.from_iterable(trainer.log_probs(share(DATA, 64)))))
+        metrics = [trainer.train(share(DATA, max_tokens), LOSS, totals(DATA)) for max_tokens in (30, 64, 100)]
+        return log_probs, metrics
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_and_loss_train_alike(kind: Kind, checkpointing: bool, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kind)
-    eager = trained(model, tmp_path, activation_checkpointing=checkpointing)
-    compiled = trained(model, tmp_path, activation_checkpointing=checkpointing, compile=True)
+    eager_log_probs, eager_metrics = train(model, tmp_path, activation_checkpointing=checkpointing)
+    log_probs, metrics = train(model, tmp_path, activation_checkpointing=checkpointing, compile=True)
     # Sums in another order: an expert chosen on a near tie may be another one, and moves its token by more.
-    gaps = np.abs(np.concatenate(eager[0]) - np.concatenate(compiled[0]))
+    gaps = np.abs(eager_log_probs - log_probs)
     assert np.quantile(gaps, 0.97 if kind == "qwen3_moe" else 1.0) < 0.15
-    for one, other in zip(eager[1], compiled[1], strict=True):
-        assert other["train/loss"] == pytest.approx(one["train/loss"], abs=0.02)
-        assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.1)
+    for eager, compiled in zip(eager_metrics, metrics, strict=True):
+        assert compiled["train/loss"] == pytest.approx(eager["train/loss"], abs=0.02)
+        assert compiled["train/grad_norm"] == pytest.approx(eager["train/grad_norm"], rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_packs_of_any_size_share_what_is_compiled(kind: Kind, tmp_path: Path) -> None:
-    """A pack smaller than all before cost a step of a run 10 s."""
+    # Before, a pack smaller than all earlier ones cost a step of a run 10 s.
     sizes = {"hidden": 2048, "layers": 1, "heads": 16, "kv_heads": 8, "head_dim": 128}
     model = make_model(tmp_path / "wide", kind, scale=1.0, **sizes)
     options = {"compile": True, "micro_batch_tokens": 16384, "logprob_chunk_tokens": 4096}
 
-    def graphs(count: int) -> int:
-        data = sequences(count)
-        return new_graphs(lambda: one.train(share(data, 16384), LOSS, totals(data)))
+    def count_graphs(number: int) -> int:
+        data = sequences(number)
+        return new_graphs(lambda: trainer.train(share(data, 16384), LOSS, totals(data)))
 
     torch.compiler.reset()
-    with open_trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:
-        assert graphs(1200) > 0
+    with open_trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as trainer:
+        assert count_graphs(1200) > 0
         # One more graph came with 100 sequences on an H100, and none after it.
-        most = 1 if kind == "qwen3_moe" else 0
-        assert sum(graphs(count) for count in (400, 250, 100, 20, 1000)) <= most
+        allowed = 1 if kind == "qwen3_moe" else 0
+        assert sum(count_graphs(number) for number in (400, 250, 100, 20, 1000)) <= allowed

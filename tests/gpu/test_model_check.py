@@ -26,10 +26,9 @@ def gpus() -> int:
 
 def check(folder: Path) -> None:
     command = [sys.executable, "-m", "rlctl.cli.main", "model", "check", str(folder), "--engine"]
-    done = subprocess.run(
-        command, env=os.environ | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | {"COLUMNS": "200"}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 @pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")

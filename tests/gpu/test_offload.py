@@ -32,133 +32,139 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Sums in one order: a difference is then more than rounding."""
+    """Add in one order: a difference is then more than rounding."""
     with sdpa_kernel(SDPBackend.MATH):
         torch.use_deterministic_algorithms(True, warn_only=True)
         yield
         torch.use_deterministic_algorithms(False)
 
 
-def moved(one: FsdpTrainer) -> tuple[int, int]:
-    memory = one.memory()
+def moved_bytes(trainer: FsdpTrainer) -> tuple[int, int]:
+    """Return the bytes moved to the host and the bytes moved to the device."""
+    memory = trainer.memory()
     return int(memory["moved_to_host"]), int(memory["moved_to_device"])
 
 
-def steps(one: FsdpTrainer) -> list[Any]:
-    """Three as a run on shared devices has them."""
-    found: list[Any] = []
+def make_steps(trainer: FsdpTrainer) -> list[Any]:
+    """Make three steps as a run on shared devices has them; return log-probs, metrics and weights."""
+    outputs: list[Any] = []
     for _ in range(3):
-        found += [one.log_probs(share(DATA, 64)), one.log_probs(share(DATA, 64), "reference")]
-        made = one.train(share(DATA, 45), LOSS, totals(DATA))
+        outputs += [trainer.log_probs(share(DATA, 64)), trainer.log_probs(share(DATA, 64), "reference")]
+        metrics = trainer.train(share(DATA, 45), LOSS, totals(DATA))
         # Bytes and seconds of the moves themselves differ.
-        found.append({name: value for name, value in made.items() if not name.startswith("offload/")})
-        one.rest()
-    return [*found, {name: tensor.cpu().numpy() for name, tensor in weights(one).items()}]
+        outputs.append({name: number for name, number in metrics.items() if not name.startswith("offload/")})
+        trainer.rest()
+    return [*outputs, {name: tensor.cpu().numpy() for name, tensor in weights(trainer).items()}]
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("switch", ["offload_optimizer_for_logprob", "offload_optimizer_for_generation"])
 def test_three_steps_have_the_same_bits(model: Path, tmp_path: Path, switch: str) -> None:
-    results = []
-    for on in (False, True):
-        with open_trainer(model, tmp_path, device=DEVICE, **{switch: on}) as one:
-            results.append(steps(one))
-            assert all(moved(one)) == on
-    np.testing.assert_equal(results[0], results[1])
+    outputs = []
+    for is_on in (False, True):
+        with open_trainer(model, tmp_path, device=DEVICE, **{switch: is_on}) as trainer:
+            outputs.append(make_steps(trainer))
+            assert all(moved_bytes(trainer)) == is_on
+    np.testing.assert_equal(outputs[0], outputs[1])
 
 
-def allocated() -> int:
-    """Bytes of tensors that are in use. First calls leave frames in cycles, which hold tensors, even gradients."""
+def allocated_bytes() -> int:
+    """Return the bytes of tensors in use. First calls leave frames in cycles, which hold tensors, even gradients."""
     torch.cuda.synchronize()
     gc.collect()
     return torch.cuda.memory_allocated()
 
 
 def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path, tmp_path: Path) -> None:
-    with open_trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_logprob=True) as one:
+    with open_trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_logprob=True) as trainer:
         # Memory that libraries allocate at first use is there from here on.
-        one.log_probs([DATA])
-        one.train([DATA], LOSS, totals(DATA))
-        size, before, start = 8 * one.info()["parameters"], allocated(), moved(one)
-        assert start == (size, size)
-        one.log_probs([DATA])
-        freed = before - allocated()
-        tensors = 2 * len(one.layout())
-        assert size <= freed <= size + tensors * BLOCK
-        assert moved(one) == (2 * size, size)
-        one.log_probs([DATA], "reference")
-        assert moved(one) == (2 * size, size)
-        told = one.train([DATA], LOSS, totals(DATA))
-        assert moved(one) == (2 * size, 2 * size)
-        assert (told["offload/to_host_gb"], told["offload/to_device_gb"]) == (size / 1e9, size / 1e9)
-        assert 0 < told["offload/seconds"] < 1
-        assert abs(allocated() - before) <= tensors * BLOCK
+        trainer.log_probs([DATA])
+        trainer.train([DATA], LOSS, totals(DATA))
+        size = 8 * trainer.info()["parameters"]
+        before = allocated_bytes()
+        assert moved_bytes(trainer) == (size, size)
+        trainer.log_probs([DATA])
+        freed_bytes = before - allocated_bytes()
+        tensors = 2 * len(trainer.layout())
+        assert size <= freed_bytes <= size + tensors * BLOCK
+        assert moved_bytes(trainer) == (2 * size, size)
+        trainer.log_probs([DATA], "reference")
+        assert moved_bytes(trainer) == (2 * size, size)
+        metrics = trainer.train([DATA], LOSS, totals(DATA))
+        assert moved_bytes(trainer) == (2 * size, 2 * size)
+        assert metrics["offload/to_host_gb"] == metrics["offload/to_device_gb"] == size / 1e9
+        assert 0 < metrics["offload/seconds"] < 1
+        assert abs(allocated_bytes() - before) <= tensors * BLOCK
 
 
 def test_engines_find_the_device_without_optimizer_state_until_the_update(model: Path, tmp_path: Path) -> None:
-    with open_trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_generation=True) as one:
-        size = 8 * one.info()["parameters"]
-        assert moved(one) == (size, 0)
-        one.log_probs([DATA])
-        one.train([DATA], LOSS, totals(DATA))
-        assert moved(one) == (size, size)
-        one.rest()
-        one.shards()
-        one.save(tmp_path / "state")
-        assert moved(one) == (2 * size, size)
+    options = {"device": DEVICE, "dtype": "bfloat16", "offload_optimizer_for_generation": True}
+    with open_trainer(model, tmp_path, **options) as trainer:
+        size = 8 * trainer.info()["parameters"]
+        assert moved_bytes(trainer) == (size, 0)
+        trainer.log_probs([DATA])
+        trainer.train([DATA], LOSS, totals(DATA))
+        assert moved_bytes(trainer) == (size, size)
+        trainer.rest()
+        trainer.shards()
+        trainer.save(tmp_path / "state")
+        assert moved_bytes(trainer) == (2 * size, size)
 
 
 def test_state_on_the_host_is_saved_and_loaded_from_there(model: Path, tmp_path: Path) -> None:
-    away = {"device": DEVICE, "offload_optimizer_for_generation": True}
-    with open_trainer(model, tmp_path, **away) as one:
-        one.train([DATA], LOSS, totals(DATA))
-        one.save(tmp_path / "away")
-    with open_trainer(model, tmp_path, device=DEVICE) as one:
-        one.train([DATA], LOSS, totals(DATA))
-        one.load(tmp_path / "away")
-        one.save(tmp_path / "there")
-    with open_trainer(model, tmp_path, **away) as one:
-        one.load(tmp_path / "there")
-        one.save(tmp_path / "back")
-    states = [_tensors(tmp_path / name) for name in ("away", "there", "back")]
-    for other in states[1:]:
-        assert other.keys() == states[0].keys()
-        assert all(torch.equal(other[name], tensor) for name, tensor in states[0].items())
+    options = {"device": DEVICE, "offload_optimizer_for_generation": True}
+    with open_trainer(model, tmp_path, **options) as trainer:
+        trainer.train([DATA], LOSS, totals(DATA))
+        trainer.save(tmp_path / "on host")
+    with open_trainer(model, tmp_path, device=DEVICE) as trainer:
+        trainer.train([DATA], LOSS, totals(DATA))
+        trainer.load(tmp_path / "on host")
+        trainer.save(tmp_path / "on device")
+    with open_trainer(model, tmp_path, **options) as trainer:
+        trainer.load(tmp_path / "on device")
+        trainer.save(tmp_path / "on host again")
+    expected = load_tensors(tmp_path / "on host")
+    for name in ("on device", "on host again"):
+        state = load_tensors(tmp_path / name)
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], tensor) for key, tensor in expected.items())
 
 
 def test_memory_that_is_freed_may_be_written_at_once_and_bits_survive() -> None:
-    """Copies are still in progress when others get the memory, and when the step's own work goes on."""
-    mine = [torch.randn(32 << 20, device=DEVICE) for _ in range(4)]
-    expected = [tensor.cpu() for tensor in mine]
-    offloaded = OffloadedTensors(mine)
+    """Write while copies are still in progress: others get the memory, and the step goes on with its work."""
+    tensors = [torch.randn(32 << 20, device=DEVICE) for _ in range(4)]
+    expected = [tensor.cpu() for tensor in tensors]
+    offloaded = OffloadedTensors(tensors)
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         assert offloaded.move("host") == offloaded.nbytes == 4 * (128 << 20)
         assert before - torch.cuda.memory_allocated() == offloaded.nbytes
         junk = [torch.full((32 << 20,), float("nan"), device=DEVICE) for _ in range(4)]
         offloaded.settle()
-        assert all(torch.equal(offloaded.at_hand(a), b) for a, b in zip(mine, expected))
-        assert offloaded.at_hand(mine[0]).is_pinned()
+        assert all(torch.equal(offloaded.at_hand(tensor), copy) for tensor, copy in zip(tensors, expected))
+        assert offloaded.at_hand(tensors[0]).is_pinned()
         del junk
         assert offloaded.move("device") == offloaded.nbytes
         offloaded.wait()
-        for number, tensor in enumerate(mine):
+        for number, tensor in enumerate(tensors):
             tensor.add_(1)
             expected[number] += 1
-    assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(mine, expected))
+    assert all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, expected))
 
 
 def test_the_mover_keeps_up_with_the_link(tmp_path: Path) -> None:
-    """State of a real model's shape; the bound is far below the speed of an idle machine."""
+    """Move the state of a real model's shape; the bound is far below the speed of an idle machine."""
     copies = measure_copies(model_folder("qwen3-0.6b", tmp_path), DEVICE)
     print(copies, copies.shares)
     assert copies.nbytes > 4e9
     assert min(copies.shares) > 0.5
 
 
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint without the states of random generators."""
     from safetensors.torch import load_file
 
-    return {
-        name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items() if "rng" not in name
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return {name: tensor for name, tensor in tensors.items() if "rng" not in name}

@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 STATES = ("qwen3_5_text", "falcon_h1", "lfm2")
 
 
-def make(family: str, dtype: torch.dtype) -> Any:
+def make_model(family: str, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
@@ -50,7 +50,7 @@ def make(family: str, dtype: torch.dtype) -> Any:
     return lm.to(dtype).train().base_model
 
 
-def hidden(model: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
+def hidden_states(model: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
     """Return the hidden states of one pack."""
     ends = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).int()[None].cuda()
@@ -62,8 +62,8 @@ def hidden(model: Any, tokens: Tensor, lengths: list[int]) -> Tensor:
         "max_length_k": max(lengths),
     }
     output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, seq_idx=index, **keywords)
-    found: Tensor = output.last_hidden_state[0]
-    return found
+    states: Tensor = output.last_hidden_state[0]
+    return states
 
 
 def run(model: Any, packs: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -72,16 +72,18 @@ def run(model: Any, packs: list[list[int]]) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(1, 256, (total,), generator=torch.Generator().manual_seed(0)).cuda()
     weight = torch.randn(total, 256, generator=torch.Generator().manual_seed(1)).cuda()
     parts = tokens.split([sum(pack) for pack in packs])
-    out = torch.cat([hidden(model, part, pack) for part, pack in zip(parts, packs)]).float()
+    states = torch.cat([hidden_states(model, part, pack) for part, pack in zip(parts, packs)]).float()
     model.zero_grad()
-    (out * weight).sum().backward()
-    gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None and p.ndim > 1]
-    return out.detach(), torch.cat(gradients)
+    (states * weight).sum().backward()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    gradients = [matrix.grad.float().flatten() for matrix in matrices if matrix.grad is not None]
+    return states.detach(), torch.cat(gradients)
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference over the norm."""
-    return float((one - other).norm() / other.norm())
+def relative_gaps(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> list[float]:
+    """Return the norm of the difference over the expected norm: of hidden states, and of gradients."""
+    pairs = zip(actual, expected, strict=True)
+    return [float((tensor - reference).norm() / reference.norm()) for tensor, reference in pairs]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,14 +91,16 @@ def test_a_pack_equals_its_sequences_alone(family: str) -> None:
     if family in STATES and not has_kernels():
         pytest.skip("flash-linear-attention is not installed")
     alone = [[length] for length in LENGTHS]
-    exact = make(family, torch.float32)
-    expected, packed = run(exact, alone), run(exact, [LENGTHS])
-    half = make(family, torch.bfloat16)
-    halves, half_packed = run(half, alone), run(half, [LENGTHS])
-    figures = [apart(packed[i], expected[i]) for i in (0, 1)]
-    figures += [apart(half_packed[i], halves[i]) for i in (0, 1)] + [apart(half_packed[i], expected[i]) for i in (0, 1)]
-    print(f"{family}: " + " ".join(f"{figure:.1e}" for figure in figures))
+    exact_model = make_model(family, torch.float32)
+    expected = run(exact_model, alone)
+    packed = run(exact_model, [LENGTHS])
+    half_model = make_model(family, torch.bfloat16)
+    half_expected = run(half_model, alone)
+    half_packed = run(half_model, [LENGTHS])
+    gaps = relative_gaps(packed, expected)
+    half_gaps = [*relative_gaps(half_packed, half_expected), *relative_gaps(half_packed, expected)]
+    print(f"{family}: " + " ".join(f"{gap:.1e}" for gap in (*gaps, *half_gaps)))
     # TF32 is off by default: float32 rounds in another order alone.
-    assert figures[0] < 1e-4 and figures[1] < 1e-3
+    assert gaps[0] < 1e-4 and gaps[1] < 1e-3
     # Routers of experts may choose another expert on a near tie.
-    assert max(figures[2:]) < (0.25 if family in ("gpt_oss", "deepseek_v3") else 0.1)
+    assert max(half_gaps) < (0.25 if family in ("gpt_oss", "deepseek_v3") else 0.1)

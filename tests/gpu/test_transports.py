@@ -19,7 +19,8 @@ from rlctl.utils.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BUFFER = 64 << 20
-ROWS, COLUMNS = 4096, 2048
+ROWS = 4096
+COLUMNS = 2048
 
 
 def gpus() -> int:
@@ -28,7 +29,7 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def see(device: int, *beside: int) -> None:
+def set_visible_devices(device: int, *beside: int) -> None:
     """Set a new process's own device, and other visible ones, as an engine sees the devices that it reads."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (device, *beside)))
     # As trainer ranks have it; engines do not.
@@ -37,7 +38,7 @@ def see(device: int, *beside: int) -> None:
 
 @contextmanager
 def process(device: int, *beside: int) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), see, (device, *beside)) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_visible_devices, (device, *beside)) as pool:
         try:
             yield pool
         except BaseException:
@@ -47,16 +48,18 @@ def process(device: int, *beside: int) -> Iterator[ProcessPoolExecutor]:
             raise
 
 
-def layout(dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
-    rows = [(f"layer{i}.{name}", shape, dtype) for i in range(12) for name, shape in SHAPES.items()]
-    return [("embed", (ROWS, COLUMNS), dtype), *rows]
-
-
 SHAPES = {"norm": (COLUMNS,), "q": (ROWS, COLUMNS), "k": (512, COLUMNS), "down": (COLUMNS, ROWS)}
 
 
+def layout(dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
+    rows: list[tuple[str, tuple[int, ...], str]] = [("embed", (ROWS, COLUMNS), dtype)]
+    for layer in range(12):
+        rows += [(f"layer{layer}.{name}", shape, dtype) for name, shape in SHAPES.items()]
+    return rows
+
+
 def make_plan(world: int) -> RefitPlan:
-    """bfloat16 travels; each rank holds its rows."""
+    """Plan to send bfloat16. Each rank holds its rows."""
     boxes: list[list[TensorSlice]] = [[] for _ in range(world)]
     for name, shape, _ in layout("bfloat16"):
         size = shape[0] // world
@@ -66,45 +69,52 @@ def make_plan(world: int) -> RefitPlan:
 
 
 def fill(tensors: dict[str, Any], version: int) -> None:
-    """The same on every process: whole tensors of a version, as this process's slices."""
+    """Fill this process's slices with the tensors of a version, which are the same on every process.
+
+    tensors: {name: (first row, slice)}.
+    """
     import torch
 
     generator = torch.Generator("cuda").manual_seed(version)
     for name, shape, _ in layout("float32"):
-        whole = torch.randn(shape, device="cuda", generator=generator)
-        first, mine = tensors[name]
-        mine.copy_(whole[first : first + mine.shape[0]])
+        full_tensor = torch.randn(shape, device="cuda", generator=generator)
+        first_row, tensor = tensors[name]
+        tensor.copy_(full_tensor[first_row : first_row + tensor.shape[0]])
 
 
-def sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
+def make_sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
+    """Return the slices of a trainer rank as `fill` takes them, and the rank's end of the transport."""
     import torch
 
     from rlctl.refit.transport import open_sender
     from rlctl.refit.weight_source import Shard, WeightSource
 
-    held = {}
-    for box in (box for box in make_boxes(plan, rank)):
-        held[box.name] = (box.start[0], torch.empty(box.shape, dtype=getattr(torch, master), device="cuda"))
-    shards = [Shard(name, (first, *[0] * (tensor.ndim - 1)), tensor) for name, (first, tensor) in held.items()]
-    return held, open_sender(spec, WeightSource(plan, rank, shards), torch.device("cuda:0"))
+    slices = {}
+    shards = []
+    for box in make_boxes(plan, rank):
+        tensor = torch.empty(box.shape, dtype=getattr(torch, master), device="cuda")
+        slices[box.name] = (box.start[0], tensor)
+        shards.append(Shard(box.name, (box.start[0], *[0] * (tensor.ndim - 1)), tensor))
+    return slices, open_sender(spec, WeightSource(plan, rank, shards), torch.device("cuda:0"))
 
 
 def make_boxes(plan: RefitPlan, rank: int) -> list[TensorSlice]:
-    """Items of `rank` joined again, tensor by tensor."""
-    found: dict[str, list[TensorSlice]] = {}
+    """Join the items of `rank` again, tensor by tensor."""
+    boxes_by_tensor: dict[str, list[TensorSlice]] = {}
     for _, chunk in plan.chunks_of(rank):
-        for n in chunk.numbers:
-            found.setdefault(plan.items[n].box.name, []).append(plan.items[n].box)
-    joined = []
-    for name, boxes in found.items():
+        for number in chunk.numbers:
+            box = plan.items[number].box
+            boxes_by_tensor.setdefault(box.name, []).append(box)
+    joined_boxes = []
+    for name, boxes in boxes_by_tensor.items():
         first = min(boxes, key=lambda box: box.start)
-        joined.append(TensorSlice(name, first.start, (sum(box.shape[0] for box in boxes), *first.shape[1:])))
-    return joined
+        joined_boxes.append(TensorSlice(name, first.start, (sum(box.shape[0] for box in boxes), *first.shape[1:])))
+    return joined_boxes
 
 
 def send(spec: TransportSpec, plan: RefitPlan, rank: int, master: str, versions: int, drop_file: str) -> list[Any]:
-    """A trainer rank: reports, and how an error reads; `drop_file` appearing calls `drop`."""
-    held, end = sender(spec, plan, rank, master)
+    """Be a trainer rank: return reports, or the text of an error. Call `drop` once there is `drop_file`."""
+    slices, end = make_sender(spec, plan, rank, master)
 
     def watch() -> None:
         while not Path(drop_file).exists():
@@ -117,7 +127,7 @@ def send(spec: TransportSpec, plan: RefitPlan, rank: int, master: str, versions:
     for version in range(versions):
         if drop_file and Path(drop_file).exists():
             break
-        fill(held, version)
+        fill(slices, version)
         try:
             answers.append(end.send(Header(version, plan.digest, "all")))
         except RefitError as error:
@@ -125,13 +135,13 @@ def send(spec: TransportSpec, plan: RefitPlan, rank: int, master: str, versions:
             break
         Path(f"/tmp/rlctl-sent-{spec.port}").touch()
     # The process must have outlived it: the device still works.
-    fill(held, 0)
+    fill(slices, 0)
     end.close()
     return answers
 
 
 def receive(spec: TransportSpec, plan: RefitPlan, rank: int, versions: int, fused: bool) -> list[Any]:
-    """An engine worker: reports of versions that arrived bit for bit, or how the error reads."""
+    """Be an engine worker: return reports of versions that arrived bit for bit, or the text of an error."""
     import torch
 
     from rlctl.refit.param_slices import ParamSlice, ParamSliceSink
@@ -140,14 +150,18 @@ def receive(spec: TransportSpec, plan: RefitPlan, rank: int, versions: int, fuse
 
     device = torch.device("cuda:0")
     memory = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape, _ in layout("bfloat16")}
-    for i in range(12):
+    for layer in range(12):
         # q and k are rows of one parameter, as fused projections are.
-        both = torch.empty(ROWS + 512, COLUMNS, dtype=torch.bfloat16, device=device)
-        memory[f"layer{i}.q"], memory[f"layer{i}.k"] = both[:ROWS], both[ROWS:]
-    regions = [ParamSlice(TensorSlice(name, (0,) * t.ndim, tuple(t.shape)), t) for name, t in memory.items()]
+        qk = torch.empty(ROWS + 512, COLUMNS, dtype=torch.bfloat16, device=device)
+        memory[f"layer{layer}.q"] = qk[:ROWS]
+        memory[f"layer{layer}.k"] = qk[ROWS:]
+    regions = [
+        ParamSlice(TensorSlice(name, (0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+        for name, tensor in memory.items()
+    ]
     end = open_receiver(spec, plan, rank, device)
     sink: Any = ParamSliceSink(plan, regions) if fused else WholeTensorSink(plan, device)
-    wanted = {name: (0, torch.empty_like(tensor)) for name, tensor in memory.items()}
+    expected = {name: (0, torch.empty_like(tensor)) for name, tensor in memory.items()}
     answers: list[Any] = []
     for version in range(versions):
         try:
@@ -155,9 +169,10 @@ def receive(spec: TransportSpec, plan: RefitPlan, rank: int, versions: int, fuse
         except RefitError as error:
             answers.append(f"{type(error).__name__}: {error}")
             break
-        fill(wanted, version)
+        fill(expected, version)
         arrived = memory if fused else dict(sink.tensors())
-        answers.append(report if all(torch.equal(arrived[name], t) for name, (_, t) in wanted.items()) else "changed")
+        is_exact = all(torch.equal(arrived[name], tensor) for name, (_, tensor) in expected.items())
+        answers.append(report if is_exact else "changed")
     torch.zeros(1, device=device).add_(1).item()
     end.close()
     return answers
@@ -170,13 +185,14 @@ def make_spec(
 
 
 def check_all(futures: list[Future[list[Any]]]) -> list[list[Any]]:
-    """Everyone's reports of three versions; an exception comes first."""
+    """Return everyone's reports of three versions; raise an exception as soon as there is one."""
     wait(futures, 100, FIRST_EXCEPTION)
     for future in futures:
         if future.done():
             future.result()
     answers = [future.result(100) for future in futures]
-    assert all(len(reports) == 3 and not any(isinstance(r, str) for r in reports) for reports in answers), answers
+    for reports in answers:
+        assert len(reports) == 3 and not any(isinstance(report, str) for report in reports), answers
     return answers
 
 
@@ -184,7 +200,8 @@ def check_all(futures: list[Future[list[Any]]]) -> list[list[Any]]:
 @pytest.mark.parametrize("master", ["bfloat16", "float32"])
 @pytest.mark.parametrize("fused", [True, False], ids=["parameters", "whole"])
 def test_ipc_within_a_device(tmp_path: Path, master: str, fused: bool) -> None:
-    spec, plan = make_spec("ipc", tmp_path, 1, colocated=True), make_plan(1)
+    spec = make_spec("ipc", tmp_path, 1, colocated=True)
+    plan = make_plan(1)
     with process(0) as trainer, process(0) as engine:
         sending = trainer.submit(send, spec, plan, 0, master, 3, "")
         receiving = engine.submit(receive, spec, plan, 1, 3, fused)
@@ -195,7 +212,8 @@ def test_ipc_within_a_device(tmp_path: Path, master: str, fused: bool) -> None:
 @pytest.mark.parametrize("master", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_between_devices(tmp_path: Path, kind: Kind, master: str) -> None:
-    spec, plan = make_spec(kind, tmp_path, 1), make_plan(1)
+    spec = make_spec(kind, tmp_path, 1)
+    plan = make_plan(1)
     with process(0) as trainer, process(1, 0) as engine:
         sending = trainer.submit(send, spec, plan, 0, master, 3, "")
         sent, received = check_all([sending, engine.submit(receive, spec, plan, 1, 3, True)])
@@ -207,12 +225,14 @@ def test_between_devices(tmp_path: Path, kind: Kind, master: str) -> None:
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 @pytest.mark.parametrize(("trainers", "engines"), [(2, 2), (1, 3)])
 def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int, engines: int) -> None:
-    spec, plan = make_spec(kind, tmp_path, engines), make_plan(trainers)
-    with process(0) as a, process(1) as b, process(2) as c, process(3) as d:
-        resources = [a, b, c, d]
-        sending = [resources[r].submit(send, spec, plan, r, "bfloat16", 3, "") for r in range(trainers)]
-        ranks = range(1, engines + 1)
-        receiving = [resources[trainers + r - 1].submit(receive, spec, plan, r, 3, True) for r in ranks]
+    spec = make_spec(kind, tmp_path, engines)
+    plan = make_plan(trainers)
+    with ExitStack() as stack:
+        pools = [stack.enter_context(process(device)) for device in range(4)]
+        senders = pools[:trainers]
+        receivers = pools[trainers : trainers + engines]
+        sending = [pool.submit(send, spec, plan, rank, "bfloat16", 3, "") for rank, pool in enumerate(senders)]
+        receiving = [pool.submit(receive, spec, plan, rank, 3, True) for rank, pool in enumerate(receivers, 1)]
         check_all([*receiving, *sending])
 
 
@@ -222,7 +242,8 @@ def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int,
 def test_engines_of_one_device_read_from_trainers_of_another(
     tmp_path: Path, trainers: int, engines: int, master: str
 ) -> None:
-    spec, plan = make_spec("ipc", tmp_path, engines), make_plan(trainers)
+    spec = make_spec("ipc", tmp_path, engines)
+    plan = make_plan(trainers)
     with ExitStack() as stack:
         senders = [stack.enter_context(process(0)) for _ in range(trainers)]
         receivers = [stack.enter_context(process(1, 0)) for _ in range(engines)]
@@ -231,7 +252,7 @@ def test_engines_of_one_device_read_from_trainers_of_another(
         check_all([*receiving, *sending])
 
 
-def first_of(answers: Future[list[Any]], seconds: float) -> str:
+def error_of(answers: Future[list[Any]], seconds: float) -> str:
     """Return the text of the error that ended a loop of refits."""
     last = answers.result(seconds)[-1]
     assert isinstance(last, str), last
@@ -241,11 +262,12 @@ def first_of(answers: Future[list[Any]], seconds: float) -> str:
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_receiver_killed_on_the_way_leaves_the_trainer_alive(tmp_path: Path, kind: Kind) -> None:
-    spec, plan = make_spec(kind, tmp_path, 1), make_plan(1)
+    spec = make_spec(kind, tmp_path, 1)
+    plan = make_plan(1)
     drop = tmp_path / "drop"
     with process(0) as trainer:
         sending = trainer.submit(send, spec, plan, 0, "bfloat16", 10_000, str(drop))
-        engine = multiprocessing.get_context("spawn").Process(target=seen_receive, args=(1, spec, plan))
+        engine = multiprocessing.get_context("spawn").Process(target=receive_on, args=(1, spec, plan))
         engine.start()
         await_first(spec)
         os.kill(engine.pid or 0, signal.SIGKILL)
@@ -260,15 +282,16 @@ def test_a_receiver_killed_on_the_way_leaves_the_trainer_alive(tmp_path: Path, k
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_receiver_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind) -> None:
-    spec, plan = make_spec(kind, tmp_path, 1, timeout_s=5), make_plan(1)
+    spec = make_spec(kind, tmp_path, 1, timeout_s=5)
+    plan = make_plan(1)
     with process(0) as trainer:
         sending = trainer.submit(send, spec, plan, 0, "bfloat16", 10_000, "")
-        engine = multiprocessing.get_context("spawn").Process(target=seen_receive, args=(1, spec, plan))
+        engine = multiprocessing.get_context("spawn").Process(target=receive_on, args=(1, spec, plan))
         engine.start()
         await_first(spec)
         os.kill(engine.pid or 0, signal.SIGSTOP)
         begin = time.monotonic()
-        text = first_of(sending, 60)
+        text = error_of(sending, 60)
         assert time.monotonic() - begin < 20
         assert text.startswith(PeerLost.__name__)
         assert "trainer rank 0 waited 5 s for" in text
@@ -280,14 +303,15 @@ def test_a_receiver_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kin
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind) -> None:
-    spec, plan = make_spec(kind, tmp_path, 1, timeout_s=5), make_plan(1)
+    spec = make_spec(kind, tmp_path, 1, timeout_s=5)
+    plan = make_plan(1)
     with process(1, 0) as engine:
         receiving = engine.submit(receive, spec, plan, 1, 10_000, True)
-        trainer = multiprocessing.get_context("spawn").Process(target=seen_send, args=(0, spec, plan))
+        trainer = multiprocessing.get_context("spawn").Process(target=send_on, args=(0, spec, plan))
         trainer.start()
         await_first(spec)
         os.kill(trainer.pid or 0, signal.SIGSTOP)
-        text = first_of(receiving, 60)
+        text = error_of(receiving, 60)
         assert text.startswith(PeerLost.__name__)
         assert "engine worker 1 waited 5 s for trainer rank 0" in text
         print(kind, text)
@@ -295,13 +319,13 @@ def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind)
         trainer.join()
 
 
-def seen_receive(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
-    see(device, 0)
+def receive_on(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
+    set_visible_devices(device, 0)
     receive(spec, plan, 1, 10_000, True)
 
 
-def seen_send(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
-    see(device)
+def send_on(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
+    set_visible_devices(device)
     send(spec, plan, 0, "bfloat16", 10_000, "")
 
 
