@@ -41,12 +41,14 @@ class PlainEngine(Engine):
 
     def refit_receive(self, header: Header) -> EngineReport:
         assert self._receiver and self._sink
-        begin, self.state = time.perf_counter(), "interrupted"
+        begin = time.perf_counter()
+        self.state = "interrupted"
         try:
             received = self._receiver.receive(header, self._sink)
         except PeerLost as error:
             raise Interrupted(str(error)) from error
-        self.state, seconds = "whole", time.perf_counter() - begin
+        self.state = "whole"
+        seconds = time.perf_counter() - begin
         return EngineReport(received, seconds, seconds, 0.0)
 
     def live(self) -> dict[str, str]:
@@ -64,10 +66,10 @@ class PlainEngine(Engine):
         return 0
 
     def sleep(self) -> None:
-        """There is no device memory to give back."""
+        """Do nothing: there is no device memory to give back."""
 
     def wake(self, part: MemoryPart) -> None:
-        """There is no device memory to take."""
+        """Do nothing: there is no device memory to take."""
 
     def memory(self) -> dict[str, float]:
         return {}
@@ -86,7 +88,8 @@ class Live(WholeTensorSink):
 
     def __init__(self, plan: RefitPlan, folder: Path) -> None:
         super().__init__(plan, CPU)
-        self._folder, self._chunks = folder, 0
+        self._folder = folder
+        self._chunks = 0
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
         self._chunks += 1
@@ -97,7 +100,7 @@ class Live(WholeTensorSink):
 
 
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """One thread: there are many engines."""
+    """Give an engine one thread: there are many engines."""
     return {"OMP_NUM_THREADS": "1"}
 
 

@@ -13,9 +13,9 @@ class RankAdvantage(Advantage):
     most: float = 1.0
 
     def __call__(self, rollouts: ScoredRollouts) -> Floats:
-        result = np.zeros(len(rollouts))
+        advantages = np.zeros(len(rollouts))
         for rows in rollouts.groups():
-            mine = rollouts.reward[rows]
-            better = (mine[:, None] > mine).sum(axis=1) - (mine[:, None] < mine).sum(axis=1)
-            result[rows] = self.most * better / max(1, len(rows) - 1)
-        return result
+            rewards = rollouts.reward[rows]
+            lead = (rewards[:, None] > rewards).sum(axis=1) - (rewards[:, None] < rewards).sum(axis=1)
+            advantages[rows] = self.most * lead / max(1, len(rows) - 1)
+        return advantages

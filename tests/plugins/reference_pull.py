@@ -16,4 +16,4 @@ class ReferencePull(Advantage):
         by_group = rollouts.by_group(rollouts.reward)
         pairs = zip(*(rollouts.columns[name] for name in self.columns))
         pulls = (self.coef * (reference - sampled) for sampled, reference in pairs)
-        return [float(own) + pull for own, pull in zip(by_group.by_row(by_group.centred), pulls)]
+        return [float(advantage) + pull for advantage, pull in zip(by_group.by_row(by_group.centred), pulls)]

@@ -49,7 +49,9 @@ class TorchEngine(Engine):
         options = TorchOptions(**spec.options)
         if spec.top_p != 1 or spec.top_k or spec.forced_lengths:
             raise ValueError("this engine samples by temperature alone, and ends by tokens")
-        self._spec, self._version, self._stats = spec, spec.version, EngineStats()
+        self._spec = spec
+        self._version = spec.version
+        self._stats = EngineStats()
         dtype = getattr(torch, spec.dtype)
         model = AutoModelForCausalLM.from_pretrained(
             spec.model_path, dtype=dtype, attn_implementation=options.attention
@@ -64,23 +66,25 @@ class TorchEngine(Engine):
 
     def submit(self, requests: list[TurnRequest]) -> None:
         with self._changed:
-            known = {*self._turns, *(turn.request.id for turn, _ in self._ended)}
-            for each in requests:
-                if len(each.prompt_tokens) >= self._spec.max_model_len:
-                    raise ValueError(f"{each.id}: a prompt of {len(each.prompt_tokens)} tokens does not fit")
-                if each.id in known:
-                    raise ValueError(f"{each.id} is being sampled already")
-                known.add(each.id)
-            for each in requests:
-                self._turns[each.id] = Turn(each, torch.Generator().manual_seed(each.seed))
+            ids = {turn.request.id for turn, _ in self._ended}
+            ids.update(self._turns)
+            for request in requests:
+                if len(request.prompt_tokens) >= self._spec.max_model_len:
+                    raise ValueError(f"{request.id}: a prompt of {len(request.prompt_tokens)} tokens does not fit")
+                if request.id in ids:
+                    raise ValueError(f"{request.id} is being sampled already")
+                ids.add(request.id)
+            for request in requests:
+                self._turns[request.id] = Turn(request, torch.Generator().manual_seed(request.seed))
             self._changed.notify_all()
 
     def collect(self, patience_s: float) -> FinishedTurns:
         with self._changed:
             self._changed.wait_for(lambda: self._ended, patience_s)
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             stats = EngineStats(**{**vars(self._stats), "at": time.monotonic()})
-        rows = [
+        completions = [
             Completion(
                 np.array(turn.tokens, np.int32),
                 np.array(turn.log_probs, np.float32),
@@ -89,21 +93,22 @@ class TorchEngine(Engine):
             )
             for turn, finish in ended
         ]
-        return FinishedTurns([turn.request.id for turn, _ in ended], PackedCompletions.pack(rows), stats)
+        return FinishedTurns([turn.request.id for turn, _ in ended], PackedCompletions.pack(completions), stats)
 
     def abort(self, ids: list[RequestId]) -> int:
         with self._changed:
-            gone = [turn for turn, _ in self._ended if turn.request.id in ids]
-            self._ended = [each for each in self._ended if each[0] not in gone]
-            gone += [turn for each in ids if (turn := self._turns.pop(each, None))]
-            return sum(len(turn.tokens) for turn in gone)
+            aborted_turns = [turn for turn, _ in self._ended if turn.request.id in ids]
+            self._ended = [(turn, finish) for turn, finish in self._ended if turn.request.id not in ids]
+            aborted_turns += [self._turns.pop(request_id) for request_id in ids if request_id in self._turns]
+            return sum(len(turn.tokens) for turn in aborted_turns)
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
         if self._receiver:
             self._receiver.close()
-        self._receiver, self._sink = open_receiver(spec, plan, first_rank, CPU), WholeTensorSink(plan, CPU)
+        self._receiver = open_receiver(spec, plan, first_rank, CPU)
+        self._sink = WholeTensorSink(plan, CPU)
         return LoadMode("staged", "this engine loads whole tensors", plan.nbytes, overwrites=False)
 
     def refit_receive(self, header: Header) -> EngineReport:
@@ -121,10 +126,10 @@ class TorchEngine(Engine):
         return EngineReport(received, end - begin, end - commit, end - commit)
 
     def sleep(self) -> None:
-        """There is no device memory to give back."""
+        """Do nothing: there is no device memory to give back."""
 
     def wake(self, part: MemoryPart) -> None:
-        """There is no device memory to take."""
+        """Do nothing: there is no device memory to take."""
 
     def memory(self) -> dict[str, float]:
         return {"device_allocated": 0.0, "device_peak": 0.0, "host_rss": float(psutil.Process().memory_info().rss)}
@@ -148,7 +153,8 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def _sample(self, turn: Turn) -> None:
-        request, spec = turn.request, self._spec
+        request = turn.request
+        spec = self._spec
         tokens = [*request.prompt_tokens, *turn.tokens]
         logits = self._model(torch.tensor([tokens])).logits[0, -1].float()
         log_probs = (logits / (request.temperature or 1.0)).log_softmax(-1)
@@ -163,7 +169,7 @@ class TorchEngine(Engine):
 
 
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """One thread: the trainer has the other core."""
+    """Give the engine one thread: the trainer has the other core."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
