@@ -14,7 +14,7 @@ from rlctl.config.builtin import RECIPES
 from rlctl.models.adapters import LORA_B
 from tests.faults.runs import read
 from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, sequences, share, totals
-from tests.unit.folders import cached
+from tests.unit.folders import put_in_cache
 
 BASE, ADAPTER = "somebody/base", "somebody/adapter"
 RANK = 4
@@ -32,8 +32,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
         one.export_folder(root / "adapter")
     file = root / "adapter/adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": BASE}))
-    cached(root / "hub", BASE, model)
-    cached(root / "hub", ADAPTER, root / "adapter")
+    put_in_cache(root / "hub", BASE, model)
+    put_in_cache(root / "hub", ADAPTER, root / "adapter")
     return root
 
 

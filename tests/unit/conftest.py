@@ -23,20 +23,22 @@ FACTS: dict[str, facts.ModelFacts | None] = {}
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, filled by `folders.write`."""
+    """Make the current directory a folder that `folders.write` fills."""
     monkeypatch.chdir(folders.write(tmp_path / "home"))
     return tmp_path / "home"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def models_are_made_here() -> Iterator[None]:
-    """Modules that write models run in this process, which has torch already: 4 s of CPU less a model.
+    """Run modules that write models in this process. It has torch already: 4 s of CPU less a model.
 
     `test_a_process_of_its_own_derives_facts_and_keeps_them` has such a process.
     """
 
-    def here(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        out, err, code = StringIO(), StringIO(), 0
+    def run_module_here(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        out = StringIO()
+        err = StringIO()
+        code = 0
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", [module, *arguments])
             try:
@@ -50,25 +52,25 @@ def models_are_made_here() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for user in (model_files, workload):
-            patch.setattr(user, "run_module", here)
+            patch.setattr(user, "run_module", run_module_here)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_are_built_once() -> Iterator[None]:
-    """The command line is built once a process, as for a user: 11 ms of CPU."""
-    built = cache(typer.main.get_command)
+    """Build the command line once a process, as for a user: 11 ms of CPU."""
+    get_command = cache(typer.main.get_command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(typer.main, "get_command", built)
-        patch.setattr(typer.testing, "_get_command", built)
+        patch.setattr(typer.main, "get_command", get_command)
+        patch.setattr(typer.testing, "_get_command", get_command)
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def facts_are_known() -> Iterator[None]:
-    """Facts of every model are known, as after `rlctl model check`: derived here, without a process of 3 s each."""
+    """Know the facts of every model, as after `rlctl model check`: derive them here, without a process of 3 s each."""
 
-    def derived(folder: Path) -> facts.ModelFacts | None:
+    def know_facts(folder: Path) -> facts.ModelFacts | None:
         from rlctl.models.derive import derive_facts
 
         # The name by which rlctl itself keeps them. Deriving takes 45 ms of CPU, in thousands of tests.
@@ -80,12 +82,12 @@ def facts_are_known() -> Iterator[None]:
                 FACTS[name] = None
         return FACTS[name]
 
-    def here(folder: Path) -> facts.ModelFacts:
+    def derive_here(folder: Path) -> facts.ModelFacts:
         from rlctl.models.derive import load_facts
 
         return load_facts(folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_sizes, "known_facts", derived)
-        patch.setattr(facts, "derive_apart", here)
+        patch.setattr(model_sizes, "known_facts", know_facts)
+        patch.setattr(facts, "derive_apart", derive_here)
         yield

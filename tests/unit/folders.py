@@ -44,13 +44,13 @@ data:
 
 
 def weights(made_by: str = "tests") -> bytes:
-    """A safetensors file of no tensors."""
+    """Return a safetensors file of no tensors."""
     header = json.dumps({"__metadata__": {"made_by": made_by}}).encode()
     return len(header).to_bytes(8, "little") + header
 
 
 def write(folder: Path) -> Path:
-    """Fills `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
+    """Fill `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(MODEL))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -65,10 +65,11 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def cached(hub: Path, name: str, folder: Path) -> Path:
+def put_in_cache(hub: Path, name: str, folder: Path) -> Path:
     """Put a folder into a hub cache under a name, as a download would, and return its snapshot there."""
-    there = hub / f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, there / "snapshots/0123")
-    (there / "refs").mkdir()
-    (there / "refs/main").write_text("0123")
-    return there / "snapshots/0123"
+    repository = hub / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots/0123"
+    shutil.copytree(folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0123")
+    return snapshot

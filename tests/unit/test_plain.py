@@ -45,10 +45,10 @@ def test_each_folder_has_ceilings() -> None:
 @pytest.mark.parametrize("part", CEILINGS)
 def test_the_code_of_a_part_is_within_its_ceilings(part: str) -> None:
     figures = figures_of(part)
-    for figure, most in CEILINGS[part].items():
+    for figure, ceiling in CEILINGS[part].items():
         examples = "\n".join(figures.examples(figure, _SHOWN))
-        found = f"{figure} of {part}: {figures.value(figure):.1f}, at most {most}"
-        assert figures.value(figure) <= most + 0.05, f"{found}\n{examples}"
+        message = f"{figure} of {part}: {figures.value(figure):.1f}, at most {ceiling}"
+        assert figures.value(figure) <= ceiling + 0.05, f"{message}\n{examples}"
 
 
 def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Path) -> None:

@@ -33,21 +33,24 @@ _SHOWN = 8
 def figures_of(part: str) -> Measure:
     """Measure a folder's modules and pages; the first page counts with the recipes'."""
     files = sorted(path for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".md"))
-    return measure([*files, *([ROOT / "README.md"] if part == "recipes" else [])], ROOT)
+    if part == "recipes":
+        files.append(ROOT / "README.md")
+    return measure(files, ROOT)
 
 
 @pytest.mark.parametrize("part", CEILINGS)
 def test_the_prose_of_a_part_is_within_its_ceilings(part: str) -> None:
-    found = figures_of(part)
-    for figure, most in CEILINGS[part].items():
-        worst = "\n".join(found.worst(figure, _SHOWN))
-        assert found.value(figure) <= most, f"{figure} of {part}: {found.value(figure):.1f}, at most {most}\n{worst}"
+    figures = figures_of(part)
+    for figure, ceiling in CEILINGS[part].items():
+        worst = "\n".join(figures.worst(figure, _SHOWN))
+        message = f"{figure} of {part}: {figures.value(figure):.1f}, at most {ceiling}"
+        assert figures.value(figure) <= ceiling, f"{message}\n{worst}"
 
 
 @pytest.mark.parametrize("part", OPENINGS)
 def test_passages_begin_with_their_subject_or_verb(part: str) -> None:
-    found = figures_of(part).openings
-    assert len(found) <= OPENINGS[part], "\n".join(found[:_SHOWN])
+    openings = figures_of(part).openings
+    assert len(openings) <= OPENINGS[part], "\n".join(openings[:_SHOWN])
 
 
 def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Path) -> None:
@@ -61,19 +64,19 @@ def test_each_habit_is_counted_where_it_is_and_named_with_its_line(tmp_path: Pat
     page.write_text(
         "# Title here\n\n```\nwhat which that\n```\n\n| what that which |\n\nThe part of its own is\nalike.\n"
     )
-    found = measure([file, page], tmp_path)
-    assert dict(found.counts) == {"what": 1, "of-it": 2, "archaic": 2, "relative": 1}
-    assert found.worst("relative", 3) == ["x.py:1: The file that holds it, which is what one reads."]
-    assert found.worst("archaic", 3) == [
+    figures = measure([file, page], tmp_path)
+    assert dict(figures.counts) == {"what": 1, "of-it": 2, "archaic": 2, "relative": 1}
+    assert figures.worst("relative", 3) == ["x.py:1: The file that holds it, which is what one reads."]
+    assert figures.worst("archaic", 3) == [
         "x.py:3: One comment for them on two lines, so many that nobody counts.",
         "x.md:9: The part of its own is alike.",
     ]
-    assert (found.words, found.sentences) == (34, 4)
+    assert (figures.words, figures.sentences) == (34, 4)
     file.write_text("# Of the item.\nX = 1\n# Offsets.\n")
     assert measure([file.rename(tmp_path / "y.py")], tmp_path).openings == ["y.py:1: Of the item."]
 
 
 if __name__ == "__main__":
     for name in CEILINGS:
-        found = figures_of(name)
-        print(name, {figure: round(found.value(figure), 2) for figure in FIGURES})
+        figures = figures_of(name)
+        print(name, {figure: round(figures.value(figure), 2) for figure in FIGURES})

@@ -24,9 +24,9 @@ README = (PACKAGE / "README.md").read_text()
 
 def block(title: str) -> str:
     """Return the Python example of a section."""
-    (found,) = re.findall(rf"^### {title}\n.*?```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)
-    assert isinstance(found, str) and len(found.splitlines()) < 30
-    return found
+    (code,) = re.findall(rf"^### {title}\n.*?```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    assert isinstance(code, str) and len(code.splitlines()) < 30
+    return code
 
 
 def example(title: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -66,22 +66,23 @@ def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: py
     assert backend.shard_counts(trainer).rank_parameters(model) == model.parameters
     assert sum(state.device for state in backend.states(trainer, model, 4).values()) == 16 * model.parameters
     assert list(backend.check_layout(trainer, model, 8)) == []
-    named = re.findall(r"`(\w+)`", README[README.index("`TrainerRank`") : README.index("Everything that both")])
-    assert set(named) - {"TrainerRank"} == TrainerRank.__abstractmethods__
+    section = README[README.index("`TrainerRank`") : README.index("Everything that both")]
+    names = re.findall(r"`(\w+)`", section)
+    assert set(names) - {"TrainerRank"} == TrainerRank.__abstractmethods__
 
 
 def test_the_advantage_ranks_within_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert block("An advantage") == (PACKAGE.parent / "tests/plugins/rank_advantage.py").read_text()
     advantage = example("An advantage", "RankAdvantage", tmp_path, monkeypatch)(most=2.0)
-    rewards, groups = [5.0, 1, 2, 7, 7, 9], [0, 0, 0, 4, 4, 8]
-    assert first_tokens(advantage, columns(rewards, groups)).tolist() == [2, -2, 0, 0, 0, 0]
+    rollouts = columns(rewards=[5.0, 1, 2, 7, 7, 9], groups=[0, 0, 0, 4, 4, 8])
+    assert first_tokens(advantage, rollouts).tolist() == [2, -2, 0, 0, 0, 0]
 
 
 def test_the_loss_is_the_one_that_a_run_trains_and_keeps_the_contract() -> None:
     file = Path(__file__).parents[1] / "plugins" / "my_loss.py"
     assert block("A loss").partition("\n")[2] == file.read_text()
     loss = configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2")
-    assert [each for each in check_loss(loss) if each.problem] == []
+    assert [finding for finding in check_loss(loss) if finding.problem] == []
     # On policy the gradient is that of REINFORCE, for any tau.
     row = one_token(-1.0, -1.0, -1.5)
     assert outcome(loss, [[row]], [row]).gradients[0].item() == pytest.approx(1.5)
@@ -95,14 +96,16 @@ def test_its_table_has_every_folder_from_top_to_bottom() -> None:
 
 
 def test_the_classes_and_files_that_it_names_exist() -> None:
-    nodes = [node for path in FILES for node in tree(path).body]
-    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    classes |= {
-        each.id for node in nodes if isinstance(node, ast.Assign) for each in node.targets if isinstance(each, ast.Name)
-    }
+    classes = set[str]()
+    for path in FILES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                classes.add(node.name)
+            elif isinstance(node, ast.Assign):
+                classes |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", prose))
-    assert named - classes == set()
+    names = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", prose))
+    assert names - classes == set()
     paths = {path for path in re.findall(r"`([\w/]+/[\w/]*\.(?:py|md))`", prose) if "NAME" not in path}
     root = PACKAGE.parent
     assert [path for path in paths if not ((PACKAGE / path).exists() or (root / path).exists())] == []

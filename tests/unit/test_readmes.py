@@ -9,6 +9,7 @@ import ast
 import re
 import shlex
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ AGENT = """
 from urllib.request import Request, urlopen
 
 def run(task, base_url, api_key):
-    body, key = b'{"messages": [{"role": "user", "content": "go"}]}', {"Authorization": f"Bearer {api_key}"}
+    body = b'{"messages": [{"role": "user", "content": "go"}]}'
+    key = {"Authorization": f"Bearer {api_key}"}
     urlopen(Request(f"{base_url}/chat/completions", body, key)).read()
     return 1.0
 """
@@ -73,9 +75,9 @@ CLUSTERS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: where it begins, its language and its lines."""
+    """A fenced block: the place where it begins, its language and its lines."""
 
-    where: str
+    place: str
     language: str
     lines: list[str]
 
@@ -102,8 +104,8 @@ ALL_BLOCKS = [block for path in READMES for block in blocks(path)]
 
 
 def commands() -> list[tuple[str, str]]:
-    """(where, command) of every command line, without comments and prompts, continued lines joined."""
-    found = []
+    """Return (place, command) of every command line, without comments and prompts, continued lines joined."""
+    commands_by_place = []
     for block in ALL_BLOCKS:
         if block.language not in ("", "sh", "bash", "shell", "console"):
             continue
@@ -114,22 +116,24 @@ def commands() -> list[tuple[str, str]]:
             words = shlex.split(line, comments=True)
             if words:
                 inner = re.fullmatch(r'eval "\$\((.*)\)"', line.partition("  #")[0].strip())
-                found.append((block.where, inner[1] if inner else shlex.join(words)))
-    return found
+                commands_by_place.append((block.place, inner[1] if inner else shlex.join(words)))
+    return commands_by_place
 
 
 COMMANDS = commands()
 RLCTL = get_command(app)
 
 
-def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """(path of the command, its parameters) as the command line understands `rlctl ...`; an error if it does not."""
+def parse_command(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return (path of the command, its parameters) as the command line understands `rlctl ...`. Raises its errors."""
     command: Any = RLCTL
-    name, rest = words[0], [word for word in words[1:] if word != "--help"]
+    name = words[0]
+    rest = [word for word in words[1:] if word != "--help"]
     while True:
         if rest and hasattr(command, "commands") and (rest[0] == "COMMAND" or rest[0].startswith("--c")):
             # `rlctl train --cluster NAME` stands for any kind.
-            rest = [next(iter(command.commands)), *rest[rest[0] == "COMMAND" :]]
+            options = rest[1:] if rest[0] == "COMMAND" else rest
+            rest = [next(iter(command.commands)), *options]
         if not rest and hasattr(command, "commands"):
             return name, {}
         context = command.make_context(name.rpartition(" ")[2], rest)
@@ -140,7 +144,7 @@ def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command without variables before and redirections behind."""
+    """Return the words of a command without variables before and redirections behind."""
     words = shlex.split(command)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
@@ -152,7 +156,7 @@ def words_of(command: str) -> list[str]:
 
 @pytest.fixture
 def reader(home: Path) -> Path:
-    """The current directory of somebody who follows a README: the files that the examples name are there."""
+    """Make the current directory of somebody who follows a README: the files that the examples name are there."""
     (home / "my_rewards.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
     (home / "my_loss.py").write_text((ROOT / "tests/plugins/my_loss.py").read_text())
     (home / "my_env.py").write_text("class Game:\n    def reset(self, **row):\n        return 'Go.'\n")
@@ -164,13 +168,13 @@ def reader(home: Path) -> Path:
     return home
 
 
-def ids(found: list[tuple[str, str]]) -> list[str]:
-    return [f"{where} {command}"[:100] for where, command in found]
+def ids(commands_by_place: list[tuple[str, str]]) -> list[str]:
+    return [f"{place} {command}"[:100] for place, command in commands_by_place]
 
 
-@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=ids(COMMANDS))
+@pytest.mark.parametrize(("place", "command"), COMMANDS, ids=ids(COMMANDS))
 def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
-    reader: Path, monkeypatch: pytest.MonkeyPatch, where: str, command: str
+    reader: Path, monkeypatch: pytest.MonkeyPatch, place: str, command: str
 ) -> None:
     words = words_of(command)
     if words[0] == "make":
@@ -189,17 +193,19 @@ def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
     if words[0] == "python":
         assert (ROOT / words[1]).is_file()
         return
-    assert words[0] == "rlctl", f"{where}: nothing here knows how to try `{command}`"
+    assert words[0] == "rlctl", f"{place}: nothing here knows how to try `{command}`"
     check_rlctl(reader, monkeypatch, words)
 
 
 def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    name, params = parsed(words)
+    name, params = parse_command(words)
     recipe, overrides = split(params["arguments"]) if "arguments" in params else (None, [])
-    kind = name.rpartition(" ")[2] if name.startswith("rlctl train") else "sft" if "sft" in " ".join(words) else "grpo"
-    for each in {recipe, params.get("a"), params.get("b")} - {None}:
-        if str(each).endswith(".yaml") and name != "rlctl cluster up" and not (reader / str(each)).exists():
-            (reader / str(each)).write_text(RECIPE[kind])
+    kind = "sft" if "sft" in " ".join(words) else "grpo"
+    if name.startswith("rlctl train"):
+        kind = name.rpartition(" ")[2]
+    for path in {recipe, params.get("a"), params.get("b")} - {None}:
+        if str(path).endswith(".yaml") and name != "rlctl cluster up" and not (reader / str(path)).exists():
+            (reader / str(path)).write_text(RECIPE[kind])
     if name.startswith("rlctl train"):
         if params.get("compiled_graph"):
             overrides.append("ray_compiled_graph.enabled=true")
@@ -208,7 +214,7 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
         (reader / "my-cluster.yaml").write_text(CLUSTERS["my-cluster.yaml"])
         load_cluster(recipe or "local", overrides)
         if params["job"]:
-            parsed(["rlctl", *shlex.split(params["job"])])
+            parse_command(["rlctl", *shlex.split(params["job"])])
     elif name.startswith("rlctl bench"):
         mistakes: list[object] = []
 
@@ -216,70 +222,82 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
             mistakes.extend([*problems, *bench.check()])
 
         monkeypatch.setattr(bench_commands, "run_bench", check)
-        monkeypatch.setattr(bench_commands, "count_gpus", lambda: 8 * ("tiny" not in " ".join(words)))
-        for each in [word for word in words if word.startswith("path/")]:
+        monkeypatch.setattr(bench_commands, "count_gpus", lambda: 0 if "tiny" in " ".join(words) else 8)
+        for model in [word for word in words if word.startswith("path/")]:
             folders.write(reader / "written")
-            (reader / each).parent.mkdir(parents=True, exist_ok=True)
-            (reader / "written/model").rename(reader / each)
+            (reader / model).parent.mkdir(parents=True, exist_ok=True)
+            (reader / "written/model").rename(reader / model)
         assert CliRunner().invoke(app, words[1:]).exception is None
         assert mistakes == []
     elif name.startswith(RUN_HERE) and not params.get("model"):
-        done = CliRunner().invoke(app, words[1:])
-        assert isinstance(done.exception, ConfigError) if IS_WRONG in words else done.exit_code == 0, done.exception
+        call = CliRunner().invoke(app, words[1:])
+        assert isinstance(call.exception, ConfigError) if IS_WRONG in words else call.exit_code == 0, call.exception
     else:
-        assert any(name.startswith(each) for each in PARSED_ONLY), f"neither run here nor in PARSED_ONLY: {name}"
+        assert name.startswith(tuple(PARSED_ONLY)), f"neither run here nor in PARSED_ONLY: {name}"
 
 
 def test_commands_that_are_only_parsed_are_still_there() -> None:
     arguments = {"rlctl runs": ["COMMAND"], "rlctl export": ["RUN", "FOLDER"], "rlctl chat": ["RUN"]}
     arguments |= {"rlctl env check": ["guess"], "rlctl model check": ["my-run"]}
-    for each in PARSED_ONLY:
-        parsed([*each.split(), *arguments.get(each, [])])
+    for command in PARSED_ONLY:
+        parse_command([*command.split(), *arguments.get(command, [])])
 
 
-INLINE = [
-    (name_of(path), command)
-    for path in READMES
-    for command in re.findall(r"`(rlctl [a-z][^`]*)`", re.sub(r"(?ms)^```.*?^```", "", path.read_text()))
-]
+def text_without_blocks(page: Path) -> str:
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
 
 
-@pytest.mark.parametrize(("where", "command"), INLINE, ids=ids(INLINE))
-def test_a_command_within_text_is_one(where: str, command: str) -> None:
+def inline_commands() -> list[tuple[str, str]]:
+    """Return (place, command) of every command within text."""
+    commands_by_place = []
+    for path in READMES:
+        for command in re.findall(r"`(rlctl [a-z][^`]*)`", text_without_blocks(path)):
+            commands_by_place.append((name_of(path), command))
+    return commands_by_place
+
+
+INLINE = inline_commands()
+
+
+@pytest.mark.parametrize(("place", "command"), INLINE, ids=ids(INLINE))
+def test_a_command_within_text_is_one(place: str, command: str) -> None:
     words = [word for word in words_of(" ".join(command.split()).replace("KIND", "grpo")) if word != "..."]
     try:
-        parsed(words)
+        parse_command(words)
     except Exception as error:
         # An option may be named without its value.
         if type(error).__name__ != "BadOptionUsage":
             raise
-        parsed([*words, "1"])
+        parse_command([*words, "1"])
 
 
-@pytest.mark.parametrize("block", ALL_BLOCKS, ids=lambda block: block.where)
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=lambda block: block.place)
 def test_blocks_of_yaml_and_python_are_that(block: Block) -> None:
     text = "\n".join(block.lines)
     if block.language == "python":
         ast.parse(text)
     if block.language == "yaml":
-        for each in yaml.safe_load_all(text):
-            assert each is not None
+        for document in yaml.safe_load_all(text):
+            assert document is not None
 
 
 def test_yaml_with_defaults_is_a_config_whose_keys_are_known(tmp_path: Path) -> None:
-    known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
+    keys_of_schemas = set[str]()
+    for kind in KINDS.values():
+        keys_of_schemas |= {key for key, _ in schema_keys(kind)}
     for number, block in enumerate(block for block in ALL_BLOCKS if block.language == "yaml"):
         path = tmp_path / f"{number}.yaml"
         path.write_text("\n".join(block.lines))
-        if "defaults" not in (node := read_file(path).value or {}):
+        config = read_file(path).value or {}
+        if "defaults" not in config:
             continue
-        if "cluster/" in str(node["defaults"].value):  # type: ignore[index,call-overload]
+        if "cluster/" in str(config["defaults"].value):  # type: ignore[index,call-overload]
             load_cluster(str(path), [])
             continue
-        for key, _ in leaves(compose(path, [])):
-            whole = schema_key(key)
-            parent = whole.rpartition(".")[0]
-            assert whole in known or parent in known, f"{block.where}: {key}"
+        for config_key, _ in leaves(compose(path, [])):
+            key = schema_key(config_key)
+            section = key.rpartition(".")[0]
+            assert key in keys_of_schemas or section in keys_of_schemas, f"{block.place}: {config_key}"
 
 
 def test_the_first_readme_is_short() -> None:
@@ -287,56 +305,53 @@ def test_the_first_readme_is_short() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text())
-    found: dict[str, int] = {}
-    for heading in re.findall(r"(?m)^#+\s+(.*?)\s*$", text):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings_by_slug = Counter[str]()
+    names = set[str]()
+    for heading in re.findall(r"(?m)^#+\s+(.*?)\s*$", text_without_blocks(path)):
         slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
-        found[slug] = found.get(slug, -1) + 1
-    return {slug if not number else f"{slug}-{number}" for slug, count in found.items() for number in range(count + 1)}
+        number = headings_by_slug[slug]
+        names.add(f"{slug}-{number}" if number else slug)
+        headings_by_slug[slug] += 1
+    return names
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text())
-    wrong = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    broken_links = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_without_blocks(path)):
         if re.match(r"[a-z]+:", target):
             continue
-        file, _, anchor = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
-        page = there / "README.md" if there.is_dir() and anchor else there
-        if not there.exists() or not there.is_relative_to(ROOT) or (anchor and anchor not in anchors(page)):
-            wrong.append(target)
-    assert wrong == []
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        page = file / "README.md" if file.is_dir() and anchor else file
+        if not file.exists() or not file.is_relative_to(ROOT) or (anchor and anchor not in anchors(page)):
+            broken_links.append(target)
+    assert broken_links == []
 
 
 @pytest.mark.parametrize("path", READMES, ids=name_of)
 def test_files_that_are_named_are_there(path: Path) -> None:
-    wrong = []
+    a_file = re.compile(rf"({'|'.join(FOLDERS)})/[\w./-]+(\.py|\.yaml|\.md|/)$")
     tokens = [token for token in re.findall(r"`([\w./-]+)`", path.read_text()) if "NAME" not in token]
-    for token in tokens:
-        if (
-            re.match(rf"({'|'.join(FOLDERS)})/[\w./-]+(\.py|\.yaml|\.md|/)$", token)
-            and not (ROOT / token).exists()
-            and "NAME" not in token
-        ):
-            wrong.append(token)
-    assert wrong == []
+    files = [token for token in tokens if a_file.match(token)]
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.parametrize("page", [path for path in READMES if path.parent.parent.name == "rlctl"], ids=name_of)
 def test_a_folders_page_names_each_of_its_modules(page: Path) -> None:
     """A module of a deeper folder may be named by its folder, or on the folder's own page."""
-    folder, lost = page.parent, []
+    folder = page.parent
+    unnamed_modules = []
     for path in folder.rglob("*.py"):
-        pages = [parent / "README.md" for parent in path.parents if parent.is_relative_to(folder)]
-        text = "".join(each.read_text() for each in pages if each.exists())
-        parents = [parent.relative_to(folder).as_posix() for parent in path.parents if parent.is_relative_to(folder)]
-        named = re.search(rf"`(?:[\w/]+/)?{re.escape(path.name)}`", text)
-        if path.name != "__init__.py" and not named and not any(f"`{parent}/`" in text for parent in parents):
-            lost.append(path.relative_to(folder).as_posix())
-    assert lost == []
+        parents = [parent for parent in path.parents if parent.is_relative_to(folder)]
+        pages = [parent / "README.md" for parent in parents]
+        text = "".join(page.read_text() for page in pages if page.exists())
+        has_name = re.search(rf"`(?:[\w/]+/)?{re.escape(path.name)}`", text)
+        has_folder = any(f"`{parent.relative_to(folder).as_posix()}/`" in text for parent in parents)
+        if path.name != "__init__.py" and not has_name and not has_folder:
+            unnamed_modules.append(path.relative_to(folder).as_posix())
+    assert unnamed_modules == []
 
 
 def test_every_page_is_reached_from_the_first_one() -> None:
@@ -346,7 +361,6 @@ def test_every_page_is_reached_from_the_first_one() -> None:
         page = ahead.pop()
         reached.add(page)
         links = re.findall(r"\]\(([^)#\s]+README\.md)", page.read_text())
-        ahead += [
-            there for link in links if (there := (page.parent / link).resolve()) not in reached and there.exists()
-        ]
+        targets = [(page.parent / link).resolve() for link in links]
+        ahead += [target for target in targets if target.exists() and target not in reached]
     assert {name_of(path) for path in READMES if path not in reached} == set()

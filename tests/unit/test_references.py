@@ -22,6 +22,7 @@ FOLDERS = ("rlctl", "configs", "recipes", "tests", ".ci", ".github")
 PAGES = [ROOT / "README.md", *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.md")))]
 # This file has names that are stale on purpose.
 TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+ALL_FILES = [*PAGES, *FILES, *TESTS]
 # A file of a reader's own, or of the file's own kind, as an example has it.
 EXAMPLES = re.compile(r"(^|/)(my\w*|mine|file|NAME\w*|readme_\w+)\.\w+$|NAME|\*|MODULE|FOLDER|_N$|_$")
 CODE = re.compile(r"`([^`\n]+)`")
@@ -73,40 +74,44 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def code_in_prose() -> list[tuple[Path, str, str]]:
-    """(file, place, text) of everything between backticks."""
+    """Return (file, place, text) of everything between backticks."""
     spans = list[tuple[Path, str, str]]()
-    for path in [*PAGES, *FILES, *TESTS]:
+    for path in ALL_FILES:
         for line, text in prose(path):
             spans += [(path, f"{path.relative_to(ROOT)}:{line}: {code}", code) for code in CODE.findall(text)]
     return spans
 
 
-def named(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str, re.Match[str]]]:
+def matches_in_code(pattern: re.Pattern[str]) -> Iterator[tuple[Path, str, re.Match[str]]]:
     """Yield (file, place, match) of everything between backticks that is such a name."""
     for path, place, code in code_in_prose():
-        if (found := pattern.fullmatch(code.removesuffix("()"))) and not EXAMPLES.search(code):
-            yield path, place, found
+        match = pattern.fullmatch(code.removesuffix("()"))
+        if match and not EXAMPLES.search(code):
+            yield path, place, match
 
 
 @cache
 def files() -> frozenset[str]:
-    return frozenset(path.name for name in FOLDERS for path in (ROOT / name).rglob("*"))
+    names = set[str]()
+    for folder in FOLDERS:
+        names |= {path.name for path in (ROOT / folder).rglob("*")}
+    return frozenset(names)
 
 
 @cache
 def classes() -> dict[str, tuple[set[str], set[str]]]:
-    """Class -> (its bases, its methods and fields), by their names."""
-    found = dict[str, tuple[set[str], set[str]]]()
+    """Return {class: (its bases, its methods and fields)}, by their names."""
+    members = dict[str, tuple[set[str], set[str]]]()
     for path in FILES:
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
                 inside = list(ast.walk(node))
-                names = {each.name for each in inside if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
-                names |= {each.id for each in inside if isinstance(each, ast.Name)}
-                names |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
-                found[node.name] = bases, names
-    return found
+                names = {inner.name for inner in inside if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)}
+                names |= {inner.id for inner in inside if isinstance(inner, ast.Name)}
+                names |= {inner.attr for inner in inside if isinstance(inner, ast.Attribute)}
+                members[node.name] = (bases, names)
+    return members
 
 
 def has_member(kind: str, name: str) -> bool:
@@ -136,7 +141,7 @@ def called_names() -> frozenset[str]:
 
 @cache
 def names_in() -> dict[str, set[str]]:
-    """Module or folder -> the names that it makes: functions, classes, variables, methods, fields, modules."""
+    """Return {module or folder: its names}: functions, classes, variables, methods, fields, modules."""
     modules: dict[str, set[str]] = {}
     for path in FILES:
         names = modules.setdefault(path.stem, set())
@@ -178,26 +183,26 @@ def is_known(name: str, *, is_called: bool = False) -> bool:
 
 
 def test_a_file_that_is_named_exists() -> None:
-    wrong = []
-    for path, place, found in named(A_FILE):
-        name = found[0]
+    stale = []
+    for path, place, match in matches_in_code(A_FILE):
+        name = match[0]
         homes = (path.parent, path.parent.parent, path.parents[2], PACKAGE, ROOT, ROOT / "tests", ROOT / "tests/unit")
         if not any((home / name).exists() for home in homes) and ("/" in name or name not in files()):
-            wrong.append(place)
-    assert wrong == []
+            stale.append(place)
+    assert stale == []
 
 
 def test_a_folder_that_is_named_exists() -> None:
-    found = [(place, ROOT / match[0].partition("::")[0]) for _, place, match in named(A_FOLDER)]
-    assert [place for place, path in found if not path.exists()] == []
+    folders = [(place, ROOT / match[0].partition("::")[0]) for _, place, match in matches_in_code(A_FOLDER)]
+    assert [place for place, folder in folders if not folder.exists()] == []
 
 
 def test_a_member_that_is_named_is_the_classs() -> None:
-    assert [place for _, place, found in named(A_MEMBER) if not has_member(*found.groups())] == []
+    assert [place for _, place, match in matches_in_code(A_MEMBER) if not has_member(match[1], match[2])] == []
 
 
 def contracts() -> dict[int, list[str]]:
-    """Return the number of each contract of rlctl/README.md -> its tests, each as file::function."""
+    """Return {number of a contract of rlctl/README.md: its tests, each as file::function}."""
     section = (PACKAGE / "README.md").read_text().partition("\n## Contracts\n")[2].partition("\n## ")[0]
     parts = re.split(r"(?m)^(\d+)\. ", section)[1:]
     numbers = map(int, parts[::2])
@@ -218,7 +223,7 @@ def test_each_contract_has_tests_and_each_of_them_exists() -> None:
 
 def test_a_contract_that_is_cited_is_one_of_the_twelve_and_code_cites_all_in_one_form() -> None:
     strange = []
-    for path in [*PAGES, *FILES, *TESTS]:
+    for path in ALL_FILES:
         for line, text in prose(path):
             for cited in CITED.findall(text):
                 if not {int(number) for number in re.findall(r"\d+", cited)} <= set(contracts()):
@@ -243,7 +248,7 @@ def texts_with_keys() -> Iterator[tuple[str, str]]:
 
 def test_a_name_between_backticks_is_a_key_or_in_the_code() -> None:
     stale = []
-    for _, place, match in named(A_NAME):
+    for _, place, match in matches_in_code(A_NAME):
         if not DATA_FILE.fullmatch(match[1]) and not is_known(match[1], is_called=bool(match[2])):
             stale.append(place)
     assert stale == []
@@ -259,7 +264,7 @@ def test_a_key_in_a_message_or_on_a_page_is_in_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
+    ("name", "expected"),
     [
         ("config.residency", False),
         ("memory.residency", True),
@@ -274,8 +279,8 @@ def test_a_key_in_a_message_or_on_a_page_is_in_the_schema() -> None:
         ("residencies", False),
     ],
 )
-def test_a_stale_name_is_noticed(name: str, known: bool) -> None:
-    assert is_known(name) is known
+def test_a_stale_name_is_noticed(name: str, expected: bool) -> None:
+    assert is_known(name) is expected
 
 
 def test_a_stale_function_is_noticed() -> None:
@@ -283,4 +288,4 @@ def test_a_stale_function_is_noticed() -> None:
 
 
 def test_a_class_that_is_named_is_in_the_code() -> None:
-    assert [place for _, place, found in named(A_CLASS) if found[0] not in words_elsewhere()] == []
+    assert [place for _, place, match in matches_in_code(A_CLASS) if match[0] not in words_elsewhere()] == []

@@ -31,10 +31,10 @@ def test_a_lost_process_ends_the_suite_and_fails_its_test_by_name(tmp_path: Path
     (tmp_path / "test_endless.py").write_text(ENDLESS)
     suite = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     options = ["-n", "2", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run([*suite, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    session = subprocess.run([*suite, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert time.time() - (tmp_path / "test_killed.killed").stat().st_mtime < 60
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert session.returncode == 2, session.stdout + session.stderr
     # In CI, pytest writes a failure's message behind its name.
-    assert re.search(r"FAILED \S*/test_killed.py::test_ends_its_process( - .*)?\n", done.stdout)
-    assert "was lost: Not properly terminated" in done.stdout
-    assert "1 failed, 1 passed" in done.stdout
+    assert re.search(r"FAILED \S*/test_killed.py::test_ends_its_process( - .*)?\n", session.stdout)
+    assert "was lost: Not properly terminated" in session.stdout
+    assert "1 failed, 1 passed" in session.stdout

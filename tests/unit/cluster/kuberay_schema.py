@@ -15,7 +15,7 @@ import re
 from typing import Any
 
 TEXT: dict[str, Any] = {"type": str}
-WHOLE: dict[str, Any] = {"type": int}
+INTEGER: dict[str, Any] = {"type": int}
 FLAG: dict[str, Any] = {"type": bool}
 # In the schema: anyOf integer, string; x-kubernetes-int-or-string.
 QUANTITY: dict[str, Any] = {
@@ -25,137 +25,143 @@ QUANTITY: dict[str, Any] = {
 }
 
 
-def thing(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
+def section(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
     return {"fields": fields, "required": required}
 
 
-def many(item: dict[str, Any]) -> dict[str, Any]:
-    return {"items": item}
+def array(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"items": schema}
 
 
-def texts(value: dict[str, Any] = TEXT) -> dict[str, Any]:
-    """A mapping with keys of any name."""
-    return {"values": value}
+def mapping(schema: dict[str, Any] = TEXT) -> dict[str, Any]:
+    """Return the schema of a mapping with keys of any name."""
+    return {"values": schema}
 
 
-def one_of(*words: str) -> dict[str, Any]:
+def choice(*words: str) -> dict[str, Any]:
     return {"type": str, "enum": words}
 
 
-POD = thing(
-    metadata=thing(annotations=texts(), labels=texts(), name=TEXT, namespace=TEXT, finalizers=many(TEXT)),
-    spec=thing(
+POD = section(
+    metadata=section(annotations=mapping(), labels=mapping(), name=TEXT, namespace=TEXT, finalizers=array(TEXT)),
+    spec=section(
         ("containers",),
-        containers=many(
-            thing(
+        containers=array(
+            section(
                 ("name",),
                 name=TEXT,
                 image=TEXT,
-                command=many(TEXT),
-                args=many(TEXT),
-                env=many(thing(("name",), name=TEXT, value=TEXT)),
-                envFrom=many(thing(prefix=TEXT, secretRef=thing(name=TEXT, optional=FLAG))),
-                resources=thing(limits=texts(QUANTITY), requests=texts(QUANTITY)),
-                securityContext=thing(allowPrivilegeEscalation=FLAG, privileged=FLAG),
-                volumeMounts=many(thing(("mountPath", "name"), name=TEXT, mountPath=TEXT, readOnly=FLAG)),
+                command=array(TEXT),
+                args=array(TEXT),
+                env=array(section(("name",), name=TEXT, value=TEXT)),
+                envFrom=array(section(prefix=TEXT, secretRef=section(name=TEXT, optional=FLAG))),
+                resources=section(limits=mapping(QUANTITY), requests=mapping(QUANTITY)),
+                securityContext=section(allowPrivilegeEscalation=FLAG, privileged=FLAG),
+                volumeMounts=array(section(("mountPath", "name"), name=TEXT, mountPath=TEXT, readOnly=FLAG)),
             )
         ),
-        volumes=many(
-            thing(
+        volumes=array(
+            section(
                 ("name",),
                 name=TEXT,
-                emptyDir=thing(medium=TEXT, sizeLimit=QUANTITY),
-                persistentVolumeClaim=thing(("claimName",), claimName=TEXT, readOnly=FLAG),
+                emptyDir=section(medium=TEXT, sizeLimit=QUANTITY),
+                persistentVolumeClaim=section(("claimName",), claimName=TEXT, readOnly=FLAG),
             )
         ),
-        nodeSelector=texts(),
-        tolerations=many(thing(key=TEXT, operator=TEXT, value=TEXT, effect=TEXT, tolerationSeconds=WHOLE)),
-        imagePullSecrets=many(thing(name=TEXT)),
+        nodeSelector=mapping(),
+        tolerations=array(section(key=TEXT, operator=TEXT, value=TEXT, effect=TEXT, tolerationSeconds=INTEGER)),
+        imagePullSecrets=array(section(name=TEXT)),
         serviceAccountName=TEXT,
         automountServiceAccountToken=FLAG,
         hostNetwork=FLAG,
     ),
 )
-CLUSTER_SPEC = thing(
+CLUSTER_SPEC = section(
     ("headGroupSpec",),
-    authOptions=thing(enableK8sTokenAuth=FLAG, mode=one_of("disabled", "token")),
+    authOptions=section(enableK8sTokenAuth=FLAG, mode=choice("disabled", "token")),
     enableInTreeAutoscaling=FLAG,
-    headGroupSpec=thing(
+    headGroupSpec=section(
         ("template", "rayStartParams"),
         enableIngress=FLAG,
-        rayStartParams=texts(),
+        rayStartParams=mapping(),
         serviceType=TEXT,
         template=POD,
     ),
     managedBy=TEXT,
     rayVersion=TEXT,
     suspend=FLAG,
-    workerGroupSpecs=many(
-        thing(
+    workerGroupSpecs=array(
+        section(
             ("groupName", "maxReplicas", "minReplicas", "template", "rayStartParams"),
             groupName=TEXT,
-            replicas=WHOLE,
-            minReplicas=WHOLE,
-            maxReplicas=WHOLE,
-            numOfHosts=WHOLE,
-            idleTimeoutSeconds=WHOLE,
-            rayStartParams=texts(),
+            replicas=INTEGER,
+            minReplicas=INTEGER,
+            maxReplicas=INTEGER,
+            numOfHosts=INTEGER,
+            idleTimeoutSeconds=INTEGER,
+            rayStartParams=mapping(),
             suspend=FLAG,
             template=POD,
         )
     ),
 )
-METADATA = thing(("name",), name=TEXT, namespace=TEXT, labels=texts(), annotations=texts())
-RAY_CLUSTER = thing(
+METADATA = section(("name",), name=TEXT, namespace=TEXT, labels=mapping(), annotations=mapping())
+RAY_CLUSTER = section(
     ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=one_of("ray.io/v1"),
-    kind=one_of("RayCluster"),
+    apiVersion=choice("ray.io/v1"),
+    kind=choice("RayCluster"),
     metadata=METADATA,
     spec=CLUSTER_SPEC,
 )
-RAY_JOB = thing(
+RAY_JOB = section(
     ("apiVersion", "kind", "metadata", "spec"),
-    apiVersion=one_of("ray.io/v1"),
-    kind=one_of("RayJob"),
+    apiVersion=choice("ray.io/v1"),
+    kind=choice("RayJob"),
     metadata=METADATA,
-    spec=thing(
-        activeDeadlineSeconds=WHOLE,
-        backoffLimit=WHOLE,
-        clusterSelector=texts(),
+    spec=section(
+        activeDeadlineSeconds=INTEGER,
+        backoffLimit=INTEGER,
+        clusterSelector=mapping(),
         entrypoint=TEXT,
         entrypointNumCpus={"type": (int, float)},
         entrypointNumGpus={"type": (int, float)},
         entrypointResources=TEXT,
         jobId=TEXT,
         managedBy=TEXT,
-        metadata=texts(),
+        metadata=mapping(),
         rayClusterSpec=CLUSTER_SPEC,
         runtimeEnvYAML=TEXT,
         shutdownAfterJobFinishes=FLAG,
-        submissionMode=one_of("K8sJobMode", "HTTPMode", "InteractiveMode"),
+        submissionMode=choice("K8sJobMode", "HTTPMode", "InteractiveMode"),
         suspend=FLAG,
-        ttlSecondsAfterFinished=WHOLE,
+        ttlSecondsAfterFinished=INTEGER,
     ),
 )
 
 
 def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
-    """A line for each value that contradicts the schema."""
+    """Return a line for each value that contradicts the schema."""
     if "fields" in schema:
         if not isinstance(value, dict):
             return [f"{path}: not a section"]
-        found = [f"{path}.{name}: missing" for name in schema["required"] if name not in value]
-        for name, each in value.items():
-            known = schema["fields"].get(name)
-            found += faults(each, known, f"{path}.{name}") if known else [f"{path}.{name}: unknown field"]
-        return found
+        lines = [f"{path}.{name}: missing" for name in schema["required"] if name not in value]
+        for name, field in value.items():
+            field_schema = schema["fields"].get(name)
+            if field_schema:
+                lines += faults(field, field_schema, f"{path}.{name}")
+            else:
+                lines.append(f"{path}.{name}: unknown field")
+        return lines
     if "items" in schema or "values" in schema:
         kind: type[Any] = list if "items" in schema else dict
         if not isinstance(value, kind):
             return [f"{path}: not a {kind.__name__}"]
-        pairs = enumerate(value) if isinstance(value, list) else value.items()
-        inner = schema.get("items") or schema["values"]
-        return [line for key, each in pairs for line in faults(each, inner, f"{path}.{key}")]
+        entries = enumerate(value) if isinstance(value, list) else value.items()
+        entry_schema = schema.get("items") or schema["values"]
+        lines = []
+        for key, entry in entries:
+            lines += faults(entry, entry_schema, f"{path}.{key}")
+        return lines
     # A boolean is a number to Python, and none to Kubernetes.
     if not isinstance(value, schema["type"]) or (isinstance(value, bool) and schema["type"] is not bool):
         return [f"{path}: {value!r} is of the wrong type"]

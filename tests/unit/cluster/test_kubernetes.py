@@ -47,8 +47,8 @@ def test_the_schema_finds_what_is_wrong() -> None:
     manifest["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]["resources"]["limits"]["memory"] = (
         "1 GB"
     )
-    told = faults(manifest, RAY_CLUSTER)
-    assert len(told) == 5, told
+    lines = faults(manifest, RAY_CLUSTER)
+    assert len(lines) == 5, lines
 
 
 def test_a_cluster_has_a_token_and_is_inside_alone() -> None:
@@ -86,7 +86,7 @@ def test_a_job_has_a_cluster_of_its_own_and_takes_its_words_as_they_are() -> Non
 
 
 @pytest.mark.parametrize(
-    ("override", "what"),
+    ("override", "message"),
     [
         ("name=Lab", "must be small letters, digits and dashes"),
         ("shm=256Gi", "must be less than memory, of which it is a part, 256Gi"),
@@ -98,10 +98,10 @@ def test_a_job_has_a_cluster_of_its_own_and_takes_its_words_as_they_are() -> Non
         ("port=6379", "unknown key"),
     ],
 )
-def test_what_a_type_cannot_say(override: str, what: str) -> None:
+def test_what_a_type_cannot_say(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config_of(override)
-    assert what in str(raised.value.problems[0])
+    assert message in str(raised.value.problems[0])
 
 
 def pod(phase: str, waiting: dict[str, str] | None = None, conditions: list[dict[str, str]] | None = None) -> Any:
@@ -125,7 +125,7 @@ def test_why_a_pod_is_not_ready() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "means"),
+    ("message", "expected_text"),
     [
         ('error: resource mapping not found: no matches for kind "RayCluster" in version "ray.io/v1"', "not installed"),
         ('Error from server (BadRequest): strict decoding error: unknown field "spec.authOptions"', "too old"),
@@ -141,9 +141,9 @@ def test_why_a_pod_is_not_ready() -> None:
         ("error: something new", "something new"),
     ],
 )
-def test_what_kubectl_says_is_a_line(said: str, means: str) -> None:
-    assert means in explain_errors(said)
-    assert "\n" not in explain_errors(said)
+def test_what_kubectl_says_is_a_line(message: str, expected_text: str) -> None:
+    assert expected_text in explain_errors(message)
+    assert "\n" not in explain_errors(message)
 
 
 def test_commands_name_context_and_namespace_where_they_are_set() -> None:

@@ -27,21 +27,21 @@ GOOD: dict[str, Any] = {
 }
 
 
-def judged(**changes: Any) -> list[str]:
+def judge(**changes: Any) -> list[str]:
     reply = GOOD | changes
     skew = clock_skew(reply["time"], began=100, ended=101)
     return problems(reply, min_disk_gib=5, skew_s=skew, max_clock_skew_s=5)
 
 
 def test_a_good_host_will_do() -> None:
-    assert judged() == []
+    assert judge() == []
     assert facts(GOOD) == "Python 3.11.7, Ray 2.60.0, 8 CPUs, 64 GiB, no GPU, 50 GiB disk"
     with_gpus = GOOD | {"gpus": ["H200"] * 8, "driver": "570.1"}
     assert "8 x H200, driver 570.1" in facts(with_gpus)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "problem"),
     [
         ({"python": "3.9.2"}, "wrong Python 3.9.2: rlctl needs 3.11 or newer; set python=..."),
         ({"ray": None}, "ray not installed in its Python: pip install rlctl there, or set python=..."),
@@ -54,12 +54,12 @@ def test_a_good_host_will_do() -> None:
         ({"root": None}, "no folder for Ray's files: neither TMPDIR nor /tmp can be written to there"),
     ],
 )
-def test_each_lack_is_a_line_with_what_mends_it(changes: dict[str, Any], said: str) -> None:
-    assert [line[: len(said)] for line in judged(**changes)] == [said]
+def test_each_lack_is_a_line_with_what_mends_it(changes: dict[str, Any], problem: str) -> None:
+    assert [line[: len(problem)] for line in judge(**changes)] == [problem]
 
 
 def test_all_lacks_are_told_at_once() -> None:
-    assert len(judged(python="3.8.1", ray="1.0.0", time=0.0, disk=0)) == 4
+    assert len(judge(python="3.8.1", ray="1.0.0", time=0.0, disk=0)) == 4
     assert taken_port_problems(GOOD | {"taken": [6379]}) == [
         "port 6379 is taken: stop what listens there, or set another"
     ]

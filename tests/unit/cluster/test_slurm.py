@@ -42,9 +42,9 @@ def test_the_script_asks_for_what_was_asked_and_for_nothing_else() -> None:
 
 
 def test_every_option_has_its_line() -> None:
-    asked = ["nodes=4", "partition=gpu", "account=me", "qos=high", "time=1-00:00:00", "gpus_per_node=8"]
-    asked += ["cpus_per_task=16", "exclusive=true", "constraint=a|b", "sbatch_options=[--mem=64G]"]
-    script = batch_script(config_of(*asked, "setup=[module load cuda]"), "x", "/a b", "~/py")
+    overrides = ["nodes=4", "partition=gpu", "account=me", "qos=high", "time=1-00:00:00", "gpus_per_node=8"]
+    overrides += ["cpus_per_task=16", "exclusive=true", "constraint=a|b", "sbatch_options=[--mem=64G]"]
+    script = batch_script(config_of(*overrides, "setup=[module load cuda]"), "x", "/a b", "~/py")
     for option in ("nodes=4", "partition=gpu", "account=me", "qos=high", "time=1-00:00:00", "cpus-per-task=16"):
         assert f"#SBATCH --{option}\n" in script
     for option in ("--gres=gpu:8", "--exclusive", "--constraint='a|b'", "--mem=64G"):
@@ -91,7 +91,7 @@ def test_a_node_is_reached_by_a_step_of_the_job_that_runs_the_setup_first(monkey
 
 
 @pytest.mark.parametrize(
-    ("job", "said"),
+    ("job", "expected_text"),
     [
         (Job("7", "TIMEOUT", "TimeLimit"), "job 7 ended (TIMEOUT, TimeLimit): its time limit was over: ask for more"),
         (Job("7", "CANCELLED by 0", "None"), "job 7 ended (CANCELLED by 0): it was cancelled"),
@@ -99,10 +99,10 @@ def test_a_node_is_reached_by_a_step_of_the_job_that_runs_the_setup_first(monkey
         (Job("7", "forgotten by Slurm"), "job 7 ended (forgotten by Slurm)"),
     ],
 )
-def test_why_a_job_is_over(job: Job, said: str) -> None:
+def test_why_a_job_is_over(job: Job, expected_text: str) -> None:
     assert not job.runs
     assert not job.waits
-    assert said in job.ending
+    assert expected_text in job.ending
 
 
 def test_the_shared_folder_is_private_and_gone_but_for_logs(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.load import load
 from tests.system.training.scenario import adapters_of
 from tests.tiny_models import make_model
-from tests.unit.folders import cached
+from tests.unit.folders import put_in_cache
 
 
 def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05) -> dict[str, torch.Tensor]:
@@ -141,10 +141,10 @@ def hub(adapter: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    cached(tmp_path / "hub", "some/base", model)
+    put_in_cache(tmp_path / "hub", "some/base", model)
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "some/base"}))
-    cached(tmp_path / "hub", "some/adapter", adapter)
+    put_in_cache(tmp_path / "hub", "some/adapter", adapter)
     return tmp_path / "hub"
 
 

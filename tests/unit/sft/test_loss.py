@@ -13,12 +13,13 @@ from rlctl.sft.loss import NllLoss
 from rlctl.training.interface import TokenBatch, Totals
 
 
-def batch(log_probs: Tensor, mask: Tensor) -> TokenBatch:
+def make_batch(log_probs: Tensor, mask: Tensor) -> TokenBatch:
     zeros = torch.zeros(len(mask), dtype=torch.int64)
     return TokenBatch(log_probs, torch.zeros_like(log_probs), mask, {}, zeros, 1, zeros, 1)
 
 
-def rows(seed: int, size: int) -> tuple[Tensor, Tensor]:
+def draw_tokens(seed: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return random log-probs and a mask."""
     random = torch.Generator().manual_seed(seed)
     log_probs = -torch.rand(size, generator=random, dtype=torch.float64)
     return log_probs.requires_grad_(), torch.rand(size, generator=random) < 0.6
@@ -27,7 +28,7 @@ def rows(seed: int, size: int) -> tuple[Tensor, Tensor]:
 def test_is_the_mean_negative_log_likelihood_of_masked_tokens() -> None:
     log_probs = torch.tensor([0.0, math.log(0.5), math.log(0.25), math.log(0.1)], dtype=torch.float64)
     mask = torch.tensor([False, True, True, False])
-    output = NllLoss()(batch(log_probs, mask))
+    output = NllLoss()(make_batch(log_probs, mask))
     assert output.loss.item() / NllLoss().normalizer(Totals(2, 1, 1)) == pytest.approx((math.log(2) + math.log(4)) / 2)
     total, weight = output.means["loss/nll"]
     assert (total.item(), weight.item()) == (output.loss.item(), 2)
@@ -37,17 +38,17 @@ def test_is_the_mean_negative_log_likelihood_of_masked_tokens() -> None:
 @given(st.integers(0, 10_000), st.integers(1, 30), st.data())
 @settings(max_examples=40, deadline=None)
 def test_value_and_gradient_do_not_depend_on_the_packing(seed: int, size: int, draws: st.DataObject) -> None:
-    log_probs, mask = rows(seed, size)
+    log_probs, mask = draw_tokens(seed, size)
     cut = draws.draw(st.integers(0, size))
-    parts = [NllLoss()(batch(log_probs[part], mask[part])).loss for part in (slice(cut), slice(cut, None))]
-    torch.testing.assert_close(sum(parts), NllLoss()(batch(log_probs, mask)).loss)
+    parts = [NllLoss()(make_batch(log_probs[part], mask[part])).loss for part in (slice(cut), slice(cut, None))]
+    torch.testing.assert_close(sum(parts), NllLoss()(make_batch(log_probs, mask)).loss)
     (gradient,) = torch.autograd.grad(parts[0] + parts[1], log_probs)
     torch.testing.assert_close(gradient, -mask.to(torch.float64))
 
 
 def test_a_micro_batch_without_masked_tokens_adds_zero_and_keeps_its_graph() -> None:
     log_probs = torch.full((3,), float("nan")).requires_grad_()
-    loss = NllLoss()(batch(log_probs, torch.zeros(3, dtype=torch.bool))).loss
+    loss = NllLoss()(make_batch(log_probs, torch.zeros(3, dtype=torch.bool))).loss
     loss.backward()
     assert loss.item() == 0.0
     assert log_probs.grad is not None and not log_probs.grad.any()

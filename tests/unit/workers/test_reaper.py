@@ -1,4 +1,4 @@
-"""Leftovers of a driver that is killed together with its reaper, and files that nobody may remove."""
+"""Leftovers of a driver killed together with its reaper, and files that nobody may remove."""
 
 import json
 import os
@@ -31,8 +31,8 @@ time.sleep(600)
 
 
 @contextmanager
-def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
-    """A process with a folder, and another process that works there."""
+def start_driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
+    """Start a process with a folder, and another process that works there."""
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(root)], stdout=subprocess.PIPE, text=True)
     assert process.stdout
     folder, user = json.loads(process.stdout.readline())
@@ -40,42 +40,43 @@ def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Pro
     try:
         yield process, Path(folder), child
     finally:
-        for each in (process, child):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+        process.kill()
         process.wait()
 
 
 def reapers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    found = []
-    for each in psutil.Process(process.pid).children(True):
+    reapers = []
+    for child in psutil.Process(process.pid).children(True):
         with suppress(psutil.NoSuchProcess):
-            found += [each] * ("reaper.py" in " ".join(each.cmdline()))
-    return found
+            if "reaper.py" in " ".join(child.cmdline()):
+                reapers.append(child)
+    return reapers
 
 
 def kill_with_reaper(process: "subprocess.Popen[str]") -> None:
     until(lambda: len(reapers_of(process)) == 2)
-    for each in reapers_of(process):
+    for reaper_half in reapers_of(process):
         # The one half ends with the other.
         with suppress(psutil.NoSuchProcess):
-            each.kill()
+            reaper_half.kill()
     process.kill()
     process.wait()
 
 
 def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_removed(tmp_path: Path) -> None:
-    with driver(tmp_path) as (process, folder, user), driver(tmp_path) as (_, living, _):
+    with start_driver(tmp_path) as (process, folder, user), start_driver(tmp_path) as (_, living, _):
         assert leftovers([tmp_path]) == []
         kill_with_reaper(process)
-        (left,) = leftovers([tmp_path])
-        assert left.path == folder
-        assert left.owner == f"process {process.pid}"
-        assert [pid for pid, _ in left.processes] == [user.pid]
-        assert f"{folder} (1.0 MiB, in use by {user.name()} {user.pid}) of process {process.pid}" == str(left)
+        (leftover,) = leftovers([tmp_path])
+        assert leftover.path == folder
+        assert leftover.owner == f"process {process.pid}"
+        assert [pid for pid, _ in leftover.processes] == [user.pid]
+        assert f"{folder} (1.0 MiB, in use by {user.name()} {user.pid}) of process {process.pid}" == str(leftover)
         (row,) = check_leftovers([tmp_path])
-        assert (row.state, row.found) == ("warning", str(left))
-        sweep([left.path])
+        assert (row.state, row.found) == ("warning", str(leftover))
+        sweep([leftover.path])
         user.wait(300)
         assert not folder.exists()
         assert living.exists()
@@ -93,7 +94,7 @@ def test_a_killed_drivers_folder_is_removed_whatever_its_name_and_no_other(tmp_p
     for other in (tmp_path / "kept", Path(str(root).strip()), Path(f"{root}2")):
         other.mkdir()
         (other / "precious").touch()
-    with driver(root) as (process, folder, user):
+    with start_driver(root) as (process, folder, user):
         assert folder.parent == root and leftovers([root]) == []
         process.kill()
         process.wait()
@@ -103,10 +104,10 @@ def test_a_killed_drivers_folder_is_removed_whatever_its_name_and_no_other(tmp_p
 
 
 def test_a_message_that_a_killed_driver_tore_names_no_folder() -> None:
-    whole = [Path("/tmp/rlctl-a"), Path(f"/tmp/{HOSTILE}")]
-    sent = b"".join(map(reaper.encode_path, whole))
-    assert list(reaper.decode_paths(sent)) == whole
-    assert [list(reaper.decode_paths(sent[:end])) for end in (len(sent) - 1, 3, 0)] == [whole[:1], [], []]
+    paths = [Path("/tmp/rlctl-a"), Path(f"/tmp/{HOSTILE}")]
+    message = b"".join(map(reaper.encode_path, paths))
+    assert list(reaper.decode_paths(message)) == paths
+    assert [list(reaper.decode_paths(message[:end])) for end in (len(message) - 1, 3, 0)] == [paths[:1], [], []]
 
 
 def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: Path) -> None:
@@ -146,6 +147,6 @@ def test_a_command_that_is_killed_leaves_no_scratch_folder(number: signal.Signal
         assert (folder / "engine.log").is_file()
         process.send_signal(number)
     until(lambda: not folder.exists())
-    with reaper.scratch_folder("rlctl-model-") as kept:
-        assert kept.is_dir()
-    assert not kept.exists()
+    with reaper.scratch_folder("rlctl-model-") as folder:
+        assert folder.is_dir()
+    assert not folder.exists()

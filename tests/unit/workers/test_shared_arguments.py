@@ -18,7 +18,7 @@ class Share:
     columns: dict[str, NDArray[np.float32]]
 
 
-def share(count: int) -> Share:
+def make_share(count: int) -> Share:
     return Share(np.zeros(count, np.int32), {"log_prob": np.zeros(count, np.float32)})
 
 
@@ -26,44 +26,46 @@ class Store:
     """Ray's store as a list."""
 
     def __init__(self) -> None:
-        self.held: list[Any] = []
+        self.values: list[Any] = []
 
     def put(self, value: Any) -> int:
-        self.held.append(value)
-        return len(self.held) - 1
+        self.values.append(value)
+        return len(self.values) - 1
 
     def get(self, ref: int) -> Any:
-        return self.held[ref]
+        return self.values[ref]
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    held = Store()
-    monkeypatch.setattr(rlctl.workers.shared_arguments, "ray", held)
-    yield held
+    store = Store()
+    monkeypatch.setattr(rlctl.workers.shared_arguments, "ray", store)
+    yield store
 
 
 def test_a_shards_batch_is_put_once_and_reaches_the_shards_ranks_alone(store: Store) -> None:
-    first, second, loss = share(20_000), share(20_000), object()
-    arguments = put_common([(first, loss), (first, loss), (second, loss), (second, loss)])
-    assert store.held == [first, second]
-    assert [fetch_values(each) for each in arguments] == [(first, loss)] * 2 + [(second, loss)] * 2
+    first = make_share(20_000)
+    second = make_share(20_000)
+    loss = object()
+    arguments_by_rank = put_common([(first, loss), (first, loss), (second, loss), (second, loss)])
+    assert store.values == [first, second]
+    assert [fetch_values(arguments) for arguments in arguments_by_rank] == [(first, loss)] * 2 + [(second, loss)] * 2
 
 
 def test_small_arguments_and_those_of_one_rank_travel_with_their_call(store: Store) -> None:
-    own, small = [share(20_000), share(20_000)], share(4)
-    arguments = [(own[0], small, 7), (own[1], small, 7)]
-    assert put_common(arguments) == arguments
-    assert store.held == []
+    small = make_share(4)
+    arguments_by_rank = [(make_share(20_000), small, 7), (make_share(20_000), small, 7)]
+    assert put_common(arguments_by_rank) == arguments_by_rank
+    assert store.values == []
 
 
 def test_what_was_put_serves_any_number_of_calls(store: Store) -> None:
     argument: Any = put_once("a plan")
     assert isinstance(argument, SharedArgument)
     assert [fetch_values((argument, rank)) for rank in range(3)] == [("a plan", rank) for rank in range(3)]
-    assert store.held == ["a plan"]
+    assert store.values == ["a plan"]
 
 
 def test_arrays_are_counted_wherever_they_are() -> None:
     array = np.zeros(10, np.int32)
-    assert array_bytes([share(10), (array, {"a": array}), "text", None]) == 80 + 80
+    assert array_bytes([make_share(10), (array, {"a": array}), "text", None]) == 80 + 80

@@ -25,11 +25,11 @@ class JobApi(BaseHTTPRequestHandler):
     """Ray's job API, as far as a head uses this: every job has `status`, and bodies are kept."""
 
     status: ClassVar[dict[str, Any]] = {}
-    sent: ClassVar[list[Any]] = []
+    bodies: ClassVar[list[Any]] = []
 
     def do_GET(self) -> None:
         size = int(self.headers.get("Content-Length") or 0)
-        self.sent.append(json.loads(self.rfile.read(size) or "null"))
+        self.bodies.append(json.loads(self.rfile.read(size) or "null"))
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(self.status).encode())
@@ -42,15 +42,16 @@ class JobApi(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def job_api(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The port of a job API."""
-    monkeypatch.setattr(JobApi, "sent", [])
+    """Serve a job API and return its port."""
+    monkeypatch.setattr(JobApi, "bodies", [])
     with ThreadingHTTPServer(("127.0.0.1", 0), JobApi) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
 
 
-def run_of(folder: Path, *kinds: str) -> Path:
+def make_run(folder: Path, *kinds: str) -> Path:
+    """Make the directory of a run with events of these kinds."""
     run = folder / "mine"
     run.mkdir()
     (run / "config.yaml").write_text("kind: sft\n")
@@ -64,9 +65,9 @@ def run_of(folder: Path, *kinds: str) -> Path:
 def test_a_driver_that_is_gone_without_a_word_is_marked(
     tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
-    run = run_of(tmp_path, *kinds)
+    run = make_run(tmp_path, *kinds)
     before = read_state(run).status
-    request = request_of(tmp_path, dashboard=job_api, run=str(run))
+    request = make_request(tmp_path, dashboard=job_api, run=str(run))
     monkeypatch.setattr(JobApi, "status", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
     head_agent.status({**request, "job": "mine-0"})
     assert read_state(run).status == before
@@ -80,13 +81,13 @@ def test_a_driver_that_is_gone_without_a_word_is_marked(
 
 
 def test_a_run_that_was_submitted_again_is_new_until_its_driver_says_so(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "submitted", "run_started", "run_ended")
+    run = make_run(tmp_path, "submitted", "run_started", "run_ended")
     assert read_state(run).status == "failed"
     EventLog(run / "events.jsonl").emit("submitted", job="mine-2", cluster="lab")
     assert read_state(run).status == "new"
 
 
-def request_of(folder: Path, **changes: Any) -> dict[str, Any]:
+def make_request(folder: Path, **changes: Any) -> dict[str, Any]:
     (folder / "token").write_text("secret")
     return {
         "cluster": "lab",
@@ -108,30 +109,30 @@ def test_secrets_rest_in_a_file_of_the_owners_alone(
     tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    request = request_of(tmp_path, dashboard=job_api)
+    request = make_request(tmp_path, dashboard=job_api)
     path = Path(head_agent.accept(request)["run"]) / head_agent.SECRETS
     assert json.loads(path.read_text()) == {"KEY": "value"}
     assert path.stat().st_mode & 0o777 == 0o600
-    other = CONFIG.replace("mine", "other")
-    path = Path(head_agent.accept({**request, "config": other, "secrets": {}})["run"]) / head_agent.SECRETS
+    other_config = CONFIG.replace("mine", "other")
+    path = Path(head_agent.accept({**request, "config": other_config, "secrets": {}})["run"]) / head_agent.SECRETS
     assert not path.exists()
-    assert len(JobApi.sent) == 2
-    assert "value" not in json.dumps(JobApi.sent)
+    assert len(JobApi.bodies) == 2
+    assert "value" not in json.dumps(JobApi.bodies)
 
 
 def test_a_job_of_any_run_name_is_asked_for_by_a_plain_url(
     tmp_path: Path, job_api: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reply = head_agent.accept(request_of(tmp_path, dashboard=job_api, config=CONFIG.replace("mine", "Ünïcode+1")))
+    reply = head_agent.accept(make_request(tmp_path, dashboard=job_api, config=CONFIG.replace("mine", "Ünïcode+1")))
     assert Path(reply["run"]).name == "Ünïcode+1" and Path(reply["run"]).is_dir()
-    assert re.fullmatch(r"_n_code_1-1-[0-9a-f]{6}", reply["job"]) and JobApi.sent[-1]["submission_id"] == reply["job"]
+    assert re.fullmatch(r"_n_code_1-1-[0-9a-f]{6}", reply["job"]) and JobApi.bodies[-1]["submission_id"] == reply["job"]
 
 
 def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = CONFIG
-    request = request_of(tmp_path)
+    request = make_request(tmp_path)
     with pytest.raises(OSError, match="refused"):
         head_agent.accept(request)
     assert os.listdir(tmp_path / "runs") == []
@@ -148,7 +149,7 @@ def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypat
 
 
 def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
-    run = RunDir(run_of(tmp_path))
+    run = RunDir(make_run(tmp_path))
     claim = run.claim()
     with pytest.raises(RunDirError, match="is being driven already"):
         run.claim()
@@ -157,7 +158,7 @@ def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_cluster_is_not_gone_on_with_beside_its_driver(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "submitted")
+    run = make_run(tmp_path, "submitted")
     with pytest.raises(RunDirError, match=r"is driven by job mine-1: stop it .*, or add --cluster lab$"):
         LocalRuntime().refuse(RunDir(run))
     EventLog(run / "events.jsonl").emit("run_ended", status="interrupted")

@@ -12,8 +12,8 @@ from rlctl.cluster.jobs import upload
 from rlctl.cluster.state import ClusterError
 
 
-def names(packed: str) -> set[str]:
-    with zipfile.ZipFile(io.BytesIO(base64.b64decode(packed))) as archive:
+def names_in(package: str) -> set[str]:
+    with zipfile.ZipFile(io.BytesIO(base64.b64decode(package))) as archive:
         return set(archive.namelist())
 
 
@@ -42,16 +42,16 @@ def test_paths_below_the_working_directory_and_recipes_become_relative(tmp_path:
 
 def test_without_git_all_but_hidden_files_and_runs_travel(tmp_path: Path) -> None:
     fill(tmp_path, "a.yaml", "rewards/mine.py", ".secret", "runs/old/events.jsonl", "x/__pycache__/y.pyc")
-    assert names(upload.pack(tmp_path, [])) == {"a.yaml", "rewards/mine.py"}
+    assert names_in(upload.pack(tmp_path, [])) == {"a.yaml", "rewards/mine.py"}
 
 
 def test_with_git_what_it_ignores_travels_only_if_the_config_names_it(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     fill(tmp_path, "a.yaml", "data/train.jsonl", "data/other.jsonl", "new.py")
     (tmp_path / ".gitignore").write_text("data/\n")
-    packed = upload.pack(tmp_path, [tmp_path / "data" / "train.jsonl", Path("/elsewhere")])
-    assert names(packed) == {".gitignore", "a.yaml", "new.py", "data/train.jsonl"}
-    assert "data/other.jsonl" in names(upload.pack(tmp_path, [tmp_path / "data"]))
+    package = upload.pack(tmp_path, [tmp_path / "data" / "train.jsonl", Path("/elsewhere")])
+    assert names_in(package) == {".gitignore", "a.yaml", "new.py", "data/train.jsonl"}
+    assert "data/other.jsonl" in names_in(upload.pack(tmp_path, [tmp_path / "data"]))
 
 
 def test_too_much_is_an_error_that_names_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

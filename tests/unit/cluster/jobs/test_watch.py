@@ -18,58 +18,60 @@ from rlctl.run.run_dir import JobRecord
 FILES = ("events.jsonl", "metrics.jsonl")
 
 
-def program(there: Path, here: Path, follow: bool) -> "subprocess.Popen[str]":
-    texts = {name: (here / name).read_bytes() for name in FILES if (here / name).is_file()}
+def start_mirror(original: Path, mirror: Path, follow: bool) -> "subprocess.Popen[str]":
+    """Start the program that sends new bytes of an original to its mirror."""
+    texts = {name: (mirror / name).read_bytes() for name in FILES if (mirror / name).is_file()}
     have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
-    request = {"folder": str(there), "files": FILES, "have": have, "follow": follow}
+    request = {"folder": str(original), "files": FILES, "have": have, "follow": follow}
     return Host("").follow("mirror.run", request, stdout=subprocess.PIPE)
 
 
-def copy(there: Path, here: Path) -> None:
-    watch.copy_until(program(there, here, follow=False), here, threading.Event(), time.monotonic() + 60)
+def copy_once(original: Path, mirror: Path) -> None:
+    process = start_mirror(original, mirror, follow=False)
+    watch.copy_until(process, mirror, threading.Event(), time.monotonic() + 60)
 
 
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    there = tmp_path / "there"
-    here = tmp_path / "here"
-    there.mkdir()
-    here.mkdir()
-    return there, here
+def make_folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Make and return the folders of an original and its mirror."""
+    original = tmp_path / "original"
+    mirror = tmp_path / "mirror"
+    original.mkdir()
+    mirror.mkdir()
+    return original, mirror
 
 
 def test_a_copy_grows_where_it_stood_and_follows_a_file_that_was_replaced(tmp_path: Path) -> None:
-    there, here = folders(tmp_path)
-    (there / "events.jsonl").write_text('{"step": 1}\n')
-    copy(there, here)
-    assert not (here / "metrics.jsonl").exists()
-    copied = (here / "events.jsonl").stat().st_ino
-    with (there / "events.jsonl").open("a") as file:
+    original, mirror = make_folders(tmp_path)
+    (original / "events.jsonl").write_text('{"step": 1}\n')
+    copy_once(original, mirror)
+    assert not (mirror / "metrics.jsonl").exists()
+    inode = (mirror / "events.jsonl").stat().st_ino
+    with (original / "events.jsonl").open("a") as file:
         file.write('{"step": 2}\n')
-    copy(there, here)
-    assert (here / "events.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    copy_once(original, mirror)
+    assert (mirror / "events.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     # A reader in the middle of the text is not thrown back.
-    assert (here / "events.jsonl").stat().st_ino == copied
+    assert (mirror / "events.jsonl").stat().st_ino == inode
 
-    shorter = there / "new"
+    shorter = original / "new"
     shorter.write_text('{"step": 9}\n')
-    shorter.replace(there / "events.jsonl")
-    copy(there, here)
-    assert (here / "events.jsonl").read_text() == '{"step": 9}\n'
+    shorter.replace(original / "events.jsonl")
+    copy_once(original, mirror)
+    assert (mirror / "events.jsonl").read_text() == '{"step": 9}\n'
 
 
 def test_while_it_follows_what_is_added_and_cut_arrives(tmp_path: Path) -> None:
-    there, here = folders(tmp_path)
+    original, mirror = make_folders(tmp_path)
     stop = threading.Event()
-    thread = threading.Thread(
-        target=watch.copy_until, args=(program(there, here, follow=True), here, stop, None), daemon=True
-    )
+    process = start_mirror(original, mirror, follow=True)
+    thread = threading.Thread(target=watch.copy_until, args=(process, mirror, stop, None), daemon=True)
     thread.start()
     for text in ("one\n", "one\ntwo\n", "cut\n", "cut\nmore\n"):
-        temporary = there / "temporary"
+        temporary = original / "temporary"
         temporary.write_text(text)
-        temporary.replace(there / "metrics.jsonl")
+        temporary.replace(original / "metrics.jsonl")
         end = time.monotonic() + 60
-        while not (here / "metrics.jsonl").exists() or (here / "metrics.jsonl").read_text() != text:
+        while not (mirror / "metrics.jsonl").exists() or (mirror / "metrics.jsonl").read_text() != text:
             assert time.monotonic() < end, text
             time.sleep(0.02)
     stop.set()
@@ -78,10 +80,10 @@ def test_while_it_follows_what_is_added_and_cut_arrives(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_brings_a_runs_files(tmp_path: Path) -> None:
-    with try_lock(tmp_path) as first, try_lock(tmp_path) as second:
-        assert (first, second) == (True, False)
-    with try_lock(tmp_path) as again:
-        assert again
+    with try_lock(tmp_path) as first_is_locked, try_lock(tmp_path) as second_is_locked:
+        assert first_is_locked and not second_is_locked
+    with try_lock(tmp_path) as is_locked:
+        assert is_locked
 
 
 def test_a_job_is_remembered_in_the_run_directory(tmp_path: Path) -> None:
@@ -94,18 +96,18 @@ def test_a_job_is_remembered_in_the_run_directory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: Path) -> None:
-    there, here = folders(tmp_path)
-    (there / "metrics.jsonl").write_text("old\n")
-    copy(there, here)
-    emptied = there / "new"
-    emptied.touch()
+    original, mirror = make_folders(tmp_path)
+    (original / "metrics.jsonl").write_text("old\n")
+    copy_once(original, mirror)
+    empty_file = original / "new"
+    empty_file.touch()
     stop = threading.Event()
-    process = program(there, here, follow=True)
-    thread = threading.Thread(target=watch.copy_until, args=(process, here, stop, None), daemon=True)
+    process = start_mirror(original, mirror, follow=True)
+    thread = threading.Thread(target=watch.copy_until, args=(process, mirror, stop, None), daemon=True)
     thread.start()
-    emptied.replace(there / "metrics.jsonl")
+    empty_file.replace(original / "metrics.jsonl")
     end = time.monotonic() + 60
-    while (here / "metrics.jsonl").read_text() != "":
+    while (mirror / "metrics.jsonl").read_text() != "":
         assert time.monotonic() < end
         time.sleep(0.02)
     stop.set()
@@ -116,13 +118,13 @@ def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: P
 def test_a_thread_that_fails_is_why_nothing_more_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    def broken(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise KeyError("status")
 
     state: Any = None
     monkeypatch.setattr(watch, "_JOB_POLL_S", 0.01)
-    monkeypatch.setattr(watch, "ask", broken)
-    monkeypatch.setattr(watch, "try_lock", broken)
-    followed = watch.ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
-    followed.follow_in_thread(getattr(followed, ending), threading.Event())
-    assert followed.is_lost() and followed.lost == "lab can no longer be followed: KeyError: 'status'"
+    monkeypatch.setattr(watch, "ask", fail)
+    monkeypatch.setattr(watch, "try_lock", fail)
+    cluster_run = watch.ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
+    cluster_run.follow_in_thread(getattr(cluster_run, ending), threading.Event())
+    assert cluster_run.is_lost() and cluster_run.lost == "lab can no longer be followed: KeyError: 'status'"
