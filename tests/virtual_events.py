@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
-from rlctl.utils.event_loop import ANSWER_S, CLOSED, WAITS_FOR_ITSELF, EventLoop, blocked, refusal
+from rlctl.utils.event_loop import ANSWER_S, CLOSED, WAITS_FOR_ITSELF, EventLoop, no_answer, refusal
 
 Value = TypeVar("Value")
 # Share of its steps in which a wait for the loop lets anything happen besides, where a seed draws.
@@ -106,7 +106,7 @@ class VirtualEvents(EventLoop):
         while not task.done():
             if self.time > end:
                 task.cancel()
-                raise blocked(deadline_s)
+                raise no_answer(deadline_s)
             if not self.step() or (self._draw and self._draw.random() < _ELSE):
                 self._happen()
         return task.result()

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,16 +100,14 @@ def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> 
     """Measure one session, and many at a time, for each size of a body in bytes."""
     word_tokenizer(_VOCABULARY).save_pretrained(folder / "words")
     spec = ChatSpec(str(folder / "words"), _TEMPLATE, None, None, "text")
-    return [
-        _server_row(spec, size, number, folder, say)
-        for size in sizes
-        for number in ([1, sessions] if sessions > 1 else [1])
-    ]
+    session_counts = [1, sessions] if sessions > 1 else [1]
+    return [_server_row(spec, size, number, folder, say) for size, number in product(sizes, session_counts)]
 
 
 def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say) -> ServerRow:
     say(f"{sessions:,} sessions, bodies of {size / 1024:,.0f} KiB")
-    (here := folder / f"{size}-{sessions}").mkdir()
+    row_folder = folder / f"{size}-{sessions}"
+    row_folder.mkdir()
     chat = spec.load()
     with EnvironmentPool({"agent": EnvironmentSpec(_AGENT, _NO_DEADLINE_S, agent=AgentSpec())}, _MEMORY_MIB, 1) as pool:
         pool.give_chat(spec, None)
@@ -116,30 +115,33 @@ def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say
         limits = EpisodeLimits(4 * TURNS, 1 << 30, float("inf"), 0, "keep")
         runner = RolloutRunner(AgentPlayer(pool, chat, limits), AnsweringEngines(pool.events))
         ended = list[Any]()
-        files = [here / f"{index}.json" for index in range(sessions)]
+        files = [row_folder / f"{index}.json" for index in range(sessions)]
         starts = [_start(index, file) for index, file in enumerate(files)]
         runner.events.ask(lambda: runner.begin(starts, ended.append))
         addresses = _addresses(files, ended)
-        process = _worker(pool)
+        process = _agents_process(pool)
         opening = _opening(size)
         # The first request of a process reads tables of the tokenizer and the template.
-        asyncio.run(_all(addresses[:1], opening, 1))
-        before = _spent(process), runner.events.ask(time.thread_time), process.memory_info().rss
-        waits = asyncio.run(_all(addresses, opening, TURNS))
-        after = _spent(process), runner.events.ask(time.thread_time), process.memory_info().rss
+        asyncio.run(_play_sessions(addresses[:1], opening, 1))
+        server_before = _cpu_seconds(process)
+        driver_before = runner.events.ask(time.thread_time)
+        memory_before = process.memory_info().rss
+        waits = asyncio.run(_play_sessions(addresses, opening, TURNS))
+        server_seconds = _cpu_seconds(process) - server_before
+        driver_seconds = runner.events.ask(time.thread_time) - driver_before
+        memory = process.memory_info().rss - memory_before
         runner.check()
         runner.close()
-    server, driver, memory = (b - a for a, b in zip(before, after))
-    number = len(waits)
+    num_requests = len(waits)
     return ServerRow(
         body=len(json.dumps(opening)),
         sessions=sessions,
-        requests=number,
-        server=server / number,
-        driver=driver / number,
+        requests=num_requests,
+        server=server_seconds / num_requests,
+        driver=driver_seconds / num_requests,
         wait=median(waits),
         longest=max(waits),
-        memory=int(memory),
+        memory=memory,
     )
 
 
@@ -150,27 +152,27 @@ def _start(index: int, file: Path) -> RolloutStart:
 
 def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
     """Return (address, key) of each agent, once all are there. Raises RuntimeError."""
-    found = list[tuple[str, str]]()
+    addresses = list[tuple[str, str]]()
     end = time.monotonic() + _DEADLINE_S
     for file in files:
-        told: dict[str, str] = {}
-        while not told:
+        announcement: dict[str, str] = {}
+        while not announcement:
             if ended or time.monotonic() > end:
                 raise RuntimeError("an agent of the bench has ended, or none has begun")
             try:
-                told = json.loads(file.read_text())
+                announcement = json.loads(file.read_text())
             except (OSError, ValueError):
                 time.sleep(0.01)
-        found.append((told["base_url"], told["api_key"]))
-    return found
+        addresses.append((announcement["base_url"], announcement["api_key"]))
+    return addresses
 
 
-def _worker(pool: EnvironmentPool) -> psutil.Process:
+def _agents_process(pool: EnvironmentPool) -> psutil.Process:
     """Return the process of the agents, below its two supervisors."""
     return psutil.Process(pool.pids()[0]).children()[0].children()[0]
 
 
-def _spent(process: psutil.Process) -> float:
+def _cpu_seconds(process: psutil.Process) -> float:
     return float(sum(process.cpu_times()[:2]))
 
 
@@ -182,22 +184,28 @@ def _opening(size: int) -> dict[str, Any]:
         words = random_words(rng, (_TOOL - 200) // 4)
         properties = {"path": {"type": "string", "description": words[:200]}, "line": {"type": "integer"}}
         parameters = {"type": "object", "properties": properties, "required": ["path"]}
-        own = {"name": f"tool_{len(tools)}", "description": words, "parameters": parameters}
-        tools.append({"type": "function", "function": own})
+        function = {"name": f"tool_{len(tools)}", "description": words, "parameters": parameters}
+        tools.append({"type": "function", "function": function})
     text = random_words(rng, max(1, (size - len(json.dumps(tools)) - 200) // 4))
     messages = [{"role": "system", "content": text}, {"role": "user", "content": random_words(rng, 16)}]
     return {"model": "policy", "messages": messages, "tools": tools, "temperature": 1.0}
 
 
-async def _all(addresses: list[tuple[str, str]], opening: dict[str, Any], turns: int) -> list[float]:
+async def _play_sessions(addresses: list[tuple[str, str]], opening: dict[str, Any], turns: int) -> list[float]:
     """Play all sessions side by side; return the seconds of each request."""
     waits = list[float]()
+    sessions = [
+        _play_session(index=index, base_url=base_url, key=key, opening=opening, turns=turns, waits=waits)
+        for index, (base_url, key) in enumerate(addresses)
+    ]
     async with asyncio.timeout(_DEADLINE_S):
-        await asyncio.gather(*(_play(index, *each, opening, turns, waits) for index, each in enumerate(addresses)))
+        await asyncio.gather(*sessions)
     return waits
 
 
-async def _play(index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]) -> None:
+async def _play_session(
+    index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]
+) -> None:
     """Ask for turns, each with all messages before it, as agents do. Raises RuntimeError for another answer."""
     parts = urlsplit(base_url)
     body = dict(opening)
@@ -217,8 +225,8 @@ async def _play(index: int, base_url: str, key: str, opening: dict[str, Any], tu
         if " 200 " not in lines[0]:
             raise RuntimeError(f"the endpoint answered {answer.decode()[:200]}")
         message = json.loads(answer)["choices"][0]["message"]
-        said = {"role": "assistant", "content": message["content"]}
-        body["messages"] = [*body["messages"], said, {"role": "user", "content": f"turn {turn} of {user}"}]
+        answered = {"role": "assistant", "content": message["content"]}
+        body["messages"] = [*body["messages"], answered, {"role": "user", "content": f"turn {turn} of {user}"}]
     writer.close()
 
 

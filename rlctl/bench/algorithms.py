@@ -45,7 +45,7 @@ class LearningCurve:
     tokens: int  # generated in the whole run
     wasted: float  # share in groups that were not trained
 
-    def reached(self, target: float) -> int | None:
+    def find_target(self, target: float) -> int | None:
         """Return the index of the first validation at the target that the next one confirms; None without one.
 
         Nothing can confirm the last one, so it counts as it is.
@@ -65,8 +65,9 @@ def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> 
     wasted = 0.0
     for record in records:
         if record["kind"] == "step":
-            extra = record.get(metric_rows.REPLACED_GROUPS.name, 0.0) + record.get(metric_rows.SURPLUS_GROUPS.name, 0.0)
-            rollouts += int(config.grpo.num_prompts_per_step + extra) * config.grpo.num_generations_per_prompt
+            further_groups = record.get(metric_rows.REPLACED_GROUPS.name, 0.0)
+            further_groups += record.get(metric_rows.SURPLUS_GROUPS.name, 0.0)
+            rollouts += int(config.grpo.num_prompts_per_step + further_groups) * config.grpo.num_generations_per_prompt
             seconds += record[STEP_SECONDS.name]
             generated = record[metric_rows.GENERATED_TOKENS.name] + record.get(metric_rows.SURPLUS_TOKENS.name, 0.0)
             tokens = tokens + generated
@@ -103,7 +104,8 @@ class AlgorithmRow:
 
     def to_target(self, target: float) -> tuple[int, float | None, float | None]:
         """Return (runs that reach it, their mean rollouts, their mean seconds until then)."""
-        points = [(run, index) for run in self.runs if (index := run.reached(target)) is not None]
+        indices = [run.find_target(target) for run in self.runs]
+        points = [(run, index) for run, index in zip(self.runs, indices) if index is not None]
         if not points:
             return 0, None, None
         return (
@@ -125,9 +127,9 @@ class AlgorithmResults(Results):
     failed: list[str]  # a line for each run that failed
     interrupted: bool = False
 
-    def derived(self, row: AlgorithmRow) -> dict[str, Any]:
-        reached, rollouts, seconds = row.to_target(self.target)
-        to_target = {"reached": reached, "rollouts": rollouts, "seconds": seconds}
+    def derived_figures(self, row: AlgorithmRow) -> dict[str, Any]:
+        num_reached, rollouts, seconds = row.to_target(self.target)
+        to_target = {"reached": num_reached, "rollouts": rollouts, "seconds": seconds}
         end = {"mean": fmean(row.ends), "min": min(row.ends), "max": max(row.ends)}
         return {"start": row.start, "end": end, "to_target": to_target, "seconds_per_step": row.step}
 
@@ -148,48 +150,56 @@ class AlgorithmResults(Results):
         return self.failed
 
     def _algorithm_cells(self, row: AlgorithmRow, wide: bool) -> Cells:
-        reached, rollouts, seconds = row.to_target(self.target)
+        num_reached, rollouts, seconds = row.to_target(self.target)
         low = min(row.ends)
         high = max(row.ends)
-        more = [
-            ("reached", f"{reached} of {len(row.runs)}"),
+        further_cells = [
+            ("reached", f"{num_reached} of {len(row.runs)}"),
             ("tokens", f"{fmean(run.tokens for run in row.runs):,.0f}"),
             ("wasted", f"{fmean(run.wasted for run in row.runs):.0%}"),
             ("seconds", f"{fmean(run.seconds[-1] for run in row.runs):,.0f}"),
         ]
-        missed = f" ({reached}/{len(row.runs)})" if 0 < reached < len(row.runs) and not wide else ""
-        return [
+        share = f" ({num_reached}/{len(row.runs)})" if 0 < num_reached < len(row.runs) and not wide else ""
+        cells = [
             ("algorithm", row.name),
             ("start", f"{row.start:.3f}"),
             ("end", f"{fmean(row.ends):.3f}"),
             ("min..max", f"{low:.3f}..{high:.3f}"),
-            (f"rollouts to {self.target:g}", "never" if rollouts is None else f"{rollouts:,.0f}{missed}"),
+            (f"rollouts to {self.target:g}", "never" if rollouts is None else f"{rollouts:,.0f}{share}"),
             ("s to it", "" if seconds is None else f"{seconds:,.0f}"),
             ("s/step", f"{row.step:.2f}"),
-            *(more if wide else []),
         ]
+        return cells + further_cells if wide else cells
 
     def _legend(self, wide: bool) -> str:
-        more = (
+        further_columns = (
             "; reached: runs that did; tokens: generated in a run; wasted: share of them that is not trained; seconds: "
             "of the steps of a whole run"
         )
         return (
             f"start, end: held-out accuracy, mean over seeds; rollouts, s to {self.target:g}: sampled rollouts and "
             f"seconds of training until an accuracy of {self.target:g} that the next validation confirms, mean of the "
-            f"runs that reach it{more if wide else ''}"
+            f"runs that reach it{further_columns if wide else ''}"
         )
 
 
 def _curve(row: AlgorithmRow) -> Curve:
-    def of_runs(of: Callable[[Sequence[float]], float], name: str) -> list[float]:
-        return [of(values) for values in zip(*(getattr(run, name) for run in row.runs))]
+    def summarize(name: str, function: Callable[[Sequence[float]], float]) -> list[float]:
+        """Return the function of all runs' values at each validation."""
+        values_by_run = [getattr(run, name) for run in row.runs]
+        return [function(values) for values in zip(*values_by_run)]
 
     x: dict[str, Sequence[float]] = {
-        "rollouts sampled": of_runs(fmean, "rollouts"),
-        "seconds of training": of_runs(fmean, "seconds"),
+        "rollouts sampled": summarize("rollouts", fmean),
+        "seconds of training": summarize("seconds", fmean),
     }
-    return Curve(row.name, x, *(of_runs(each, "accuracy") for each in (fmean, min, max)))
+    return Curve(
+        name=row.name,
+        x=x,
+        mean=summarize("accuracy", fmean),
+        least=summarize("accuracy", min),
+        greatest=summarize("accuracy", max),
+    )
 
 
 @dataclass(frozen=True)
@@ -204,8 +214,11 @@ class AlgorithmBench(Bench):
     extra: list[str]  # overrides for every run
 
     def check(self) -> list[Problem]:
-        twice = {name for name in self.algorithms if self.algorithms.count(name) > 1}
-        found: dict[str, list[str]] = {"named twice": sorted(twice)} if twice else {}
+        # Names of the algorithms by their problem.
+        names_by_problem: dict[str, list[str]] = {}
+        repeated_names = {name for name in self.algorithms if self.algorithms.count(name) > 1}
+        if repeated_names:
+            names_by_problem["named twice"] = sorted(repeated_names)
         with tempfile.TemporaryDirectory(prefix="rlctl-bench-") as folder:
             for name in dict.fromkeys(self.algorithms):
                 try:
@@ -213,12 +226,15 @@ class AlgorithmBench(Bench):
                 except ConfigError as error:
                     for problem in error.problems:
                         # The user has not seen the command that the override's number refers to.
-                        found.setdefault(re.sub(r"^override \d+: ", "", str(problem)), []).append(name)
+                        message = re.sub(r"^override \d+: ", "", str(problem))
+                        names_by_problem.setdefault(message, []).append(name)
                     continue
                 if not config.data.has_validation or not config.validation.every:
-                    what = "held-out accuracy is compared: set data.validation.path or fraction, and validation.every"
-                    found.setdefault(what, []).append(name)
-        return [Problem(", ".join(names), "", what) for what, names in found.items()]
+                    message = (
+                        "held-out accuracy is compared: set data.validation.path or fraction, and validation.every"
+                    )
+                    names_by_problem.setdefault(message, []).append(name)
+        return [Problem(", ".join(names), "", message) for message, names in names_by_problem.items()]
 
     def measure(self, folder: Path, say: Say) -> AlgorithmResults:
         """Measure seed by seed, so that the rows before Ctrl-C can be compared. A run that fails is left out."""
@@ -227,7 +243,7 @@ class AlgorithmBench(Bench):
         curves: dict[str, list[LearningCurve]] = {name: [] for name in self.algorithms}
         failed = list[str]()
 
-        def measured() -> Iterator[tuple[str, LearningCurve]]:
+        def measure_runs() -> Iterator[tuple[str, LearningCurve]]:
             for seed, (name, config) in product(range(self.seeds), configs.items()):
                 try:
                     with progress.run(f"{name}, seed {seed}"):
@@ -238,40 +254,51 @@ class AlgorithmBench(Bench):
                 else:
                     yield name, curve
 
-        found, interrupted = until_interrupted(measured())
-        for name, curve in found:
+        named_curves, interrupted = until_interrupted(measure_runs())
+        for name, curve in named_curves:
             curves[name].append(curve)
         rows = [AlgorithmRow(name, runs) for name, runs in curves.items() if runs]
         if not rows:
             raise RuntimeError("; ".join(failed))
         steps = max(config.grpo.num_steps for config in configs.values())
-        return AlgorithmResults(self.recipe, self.seeds, steps, self.target, rows, failed, interrupted)
+        return AlgorithmResults(
+            recipe=self.recipe,
+            seeds=self.seeds,
+            steps=steps,
+            target=self.target,
+            rows=rows,
+            failed=failed,
+            interrupted=interrupted,
+        )
 
     def _run_once(self, name: str, seed: int, folder: Path, watch: Watch) -> list[Record]:
         run = folder / _file_name(f"{name}-seed-{seed}")
-        recipe, overrides = self._recipe(name, folder)
-        own = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]
-        return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *own]), run, watch)
+        recipe, overrides = self._write_recipe(name, folder)
+        run_settings = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]
+        return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *run_settings]), run, watch)
 
     def config_of(self, name: str, folder: Path) -> GrpoConfig:
         """Return the config of an algorithm's runs. Raises ConfigError."""
-        return load("grpo", *self._recipe(name, folder)).settled.config
+        recipe, overrides = self._write_recipe(name, folder)
+        return load("grpo", recipe, overrides).settled.config
 
-    def _recipe(self, name: str, folder: Path) -> tuple[str, list[str]]:
+    def _write_recipe(self, name: str, folder: Path) -> tuple[str, list[str]]:
         """Write a recipe that puts the algorithm over the bench's recipe; return (recipe, overrides) of its runs."""
-        file, own = _algorithm(name)
-        steps = [] if self.steps is None else [f"grpo.num_steps={self.steps}"]
+        file, algorithm_overrides = _find_algorithm(name)
+        files = [find_recipe(self.recipe)]
+        if file:
+            files.append(file)
         recipe = folder / f"{_file_name(name)}.yaml"
-        files = [find_recipe(self.recipe), *([file] if file else [])]
         recipe.write_text(yaml.safe_dump({"defaults": [str(file) for file in files]}))
-        return str(recipe), [*steps, *self.extra, *own, *_BARE]
+        steps = [] if self.steps is None else [f"grpo.num_steps={self.steps}"]
+        return str(recipe), steps + self.extra + algorithm_overrides + list(_BARE)
 
 
 def _file_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)
 
 
-def _algorithm(name: str) -> tuple[Path | None, list[str]]:
+def _find_algorithm(name: str) -> tuple[Path | None, list[str]]:
     """Return (file, overrides) of an algorithm as it was named. Raises ConfigError."""
     try:
         words = shlex.split(name)
@@ -283,12 +310,12 @@ def _algorithm(name: str) -> tuple[Path | None, list[str]]:
         raise ConfigError([Problem("", "", f"{files[0]} and {files[1]}: an algorithm is at most one file")])
     if not files:
         return None, overrides
-    found = find(files[0], ALGORITHMS if files[0] in algorithm_names() else Path.cwd())
-    if found is None:
+    file = find(files[0], ALGORITHMS if files[0] in algorithm_names() else Path.cwd())
+    if file is None:
         hint = did_you_mean(files[0], algorithm_names())
-        what = f"no such algorithm{hint}; allowed: {', '.join(algorithm_names())}, a file, or key=value"
-        raise ConfigError([Problem("", "", what)])
-    return found, overrides
+        message = f"no such algorithm{hint}; allowed: {', '.join(algorithm_names())}, a file, or key=value"
+        raise ConfigError([Problem("", "", message)])
+    return file, overrides
 
 
 @dataclass
@@ -307,7 +334,7 @@ class _Progress:
         """Count the run that the block makes."""
         self._label = label
         self._step = 0
-        self._tell("")
+        self._report("")
         yield
         self._done += 1
 
@@ -316,11 +343,11 @@ class _Progress:
         for record in records:
             self._step = int(record["step"])
             if record["kind"] == "validation":
-                self._tell(f": step {self._step}, accuracy {record.get(HELD_OUT_ACCURACY.name, float('nan')):.3f}")
+                self._report(f": step {self._step}, accuracy {record.get(HELD_OUT_ACCURACY.name, float('nan')):.3f}")
 
-    def _tell(self, what: str) -> None:
+    def _report(self, news: str) -> None:
         total = sum(self.steps)
         spent = time.monotonic() - self._began
         done = sum(self.steps[: self._done]) + self._step
-        left = f"; {span(spent * (total - done) / done)} left" if done else ""
-        self.say(f"{self._label} (run {self._done + 1} of {len(self.steps)}){what}{left}")
+        rest = f"; {span(spent * (total - done) / done)} left" if done else ""
+        self.say(f"{self._label} (run {self._done + 1} of {len(self.steps)}){news}{rest}")

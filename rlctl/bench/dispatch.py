@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,55 +48,64 @@ class DispatchBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
         with local_ray(folder):
-            rows = [row for size in self.workers for row in self._dispatch_rows(size, folder, say)]
-        return DispatchResults(rows)
+            rows = [self._dispatch_rows(size, folder, say) for size in self.workers]
+        return DispatchResults(list(chain.from_iterable(rows)))
 
     def _dispatch_rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
         say(count(workers, "worker"))
         specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
         group = WorkerGroup(specs, 60)
-        why = ""
+        refusal = ""
         try:
             group.built().wait(_DISPATCH_DEADLINE_S)
-            ordinary = [self._round_trips(group, size) for size in self.payloads]
+            ordinary = [self._measure_call(group, size) for size in self.payloads]
             try:
                 group.compile(_BUFFER_BYTES)
             except GraphUnavailable as error:
-                why = str(error)
-            idle = _idle(group)
+                refusal = str(error)
+            idle = _measure_idle(group)
             rows = []
-            for size, median_s in zip(self.payloads, ordinary):
-                compiled = None if why else self._round_trips(group, size)
-                rows.append(DispatchRow(workers, size, median_s, compiled, idle, why))
+            for size, ordinary_s in zip(self.payloads, ordinary):
+                rows.append(
+                    DispatchRow(
+                        workers=workers,
+                        payload=size,
+                        ordinary=ordinary_s,
+                        compiled=None if refusal else self._measure_call(group, size),
+                        idle=idle,
+                        why=refusal,
+                    )
+                )
             return rows
         finally:
             group.kill()
 
-    def _round_trips(self, group: WorkerGroup, size: int) -> float:
+    def _measure_call(self, group: WorkerGroup, size: int) -> float:
         """Return the median seconds of a call, until the row's calls or its time are used up, without the first tenth.
 
         Raises RuntimeError if a worker received something else.
         """
         payload = np.zeros(size, np.uint8)
-        taken = []
+        seconds = []
         end = time.perf_counter() + _ROW_S
         for _ in range(self.calls):
             began = time.perf_counter()
             answers = group.call(Echo.take, payload)
-            taken.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
             if answers != [size] * len(group):
                 raise RuntimeError(f"workers received {answers} of {size} bytes")
             if time.perf_counter() > end:
                 break
-        return median(taken[len(taken) // 10 :])
+        return median(seconds[len(seconds) // 10 :])
 
 
-def _idle(group: WorkerGroup) -> float:
+def _measure_idle(group: WorkerGroup) -> float:
     """Return the cores that the busiest worker burns while nobody calls it."""
     processes = [psutil.Process(worker.pid()) for worker in group.workers]
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(_IDLE_S)
-    return max(sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)) / _IDLE_S
+    seconds = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)]
+    return max(seconds) / _IDLE_S
 
 
 @dataclass(frozen=True)
@@ -132,13 +142,13 @@ class DispatchResults(Results):
 
     rows: list[DispatchRow]
 
-    def derived(self, row: DispatchRow) -> dict[str, Any]:
+    def derived_figures(self, row: DispatchRow) -> dict[str, Any]:
         return {"ratio": row.ratio}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         table = ResultTable([row.cells() for row in self.rows])
         reasons = sorted({row.why for row in self.rows if row.why})
-        warnings = (Line(f"no compiled graph: {why}", "yellow") for why in reasons)
+        warnings = (Line(f"no compiled graph: {reason}", "yellow") for reason in reasons)
         return [table, *warnings, Line(_DISPATCH_LEGEND, "dim")]
 
 
@@ -147,5 +157,5 @@ def _time(seconds: float) -> str:
 
 
 def _size(payload: int) -> str:
-    name, unit = next((n, u) for n, u in reversed(UNITS.items()) if payload >= u)
+    name, unit = next((name, unit) for name, unit in reversed(UNITS.items()) if payload >= unit)
     return f"{payload / unit:g} {name or 'B'}"

@@ -61,36 +61,37 @@ class BenchWorker(RefitWorker):
 
     def bench_differences(self, plan: RefitPlan, version: int, master: str) -> list[str]:
         """Return the names of the tensors that differ here from a version as it was sent."""
-        held = self._bench_held(plan)
-        wrong = []
+        delivered = self._bench_tensors(plan)
+        differing = []
         for entry in plan.entries:
             sent = make_tensor(entry.name, entry.shape, version, getattr(torch, master), self.device)
             sent = sent.to(getattr(torch, entry.dtype))
-            places = held.get(entry.name, [])
+            places = delivered.get(entry.name, [])
             if not places or not all(torch.equal(view, sent[box]) for box, view in places):
-                wrong.append(entry.name)
-        return wrong
+                differing.append(entry.name)
+        return differing
 
     def bench_forget(self) -> None:
         """Zero every parameter, so that old weights cannot pass for new ones; not on CPU, where vLLM repacks them."""
         adapters = self._bench_adapters
         if self.device.type == "cpu" and not adapters:
             return
+        weights = adapters.buffers.values() if adapters else self.model_runner.get_model().parameters()
         with torch.no_grad():
-            for held in adapters.buffers.values() if adapters else self.model_runner.get_model().parameters():
-                held.zero_()
+            for tensor in weights:
+                tensor.zero_()
 
-    def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
+    def _bench_tensors(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
         """Return where each tensor is: parts of the live parameters, or on CPU the tensors delivered to the loader."""
         if adapters := self._bench_adapters:
             self._rl_regions = adapters.regions
         elif self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
-        held: dict[str, list[tuple[Any, Tensor]]] = {}
+        places: dict[str, list[tuple[Any, Tensor]]] = {}
         if not isinstance(self._rl_regions, UnsupportedLayout):
             for region in self._rl_regions:
-                held.setdefault(region.box.name, []).append((region.box.slices(), region.view))
-            return held
+                places.setdefault(region.box.name, []).append((region.box.slices(), region.view))
+            return places
         sink = self._rl_receiver.sink if self._rl_receiver else None
         delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else {}
         return {name: [((), tensor)] for name, tensor in delivered.items()}

@@ -67,13 +67,13 @@ class Results(ABC):
         """Return the chart of `--plot`; None for a bench without that option."""
         return None
 
-    def derived(self, row: Any) -> dict[str, Any]:
+    def derived_figures(self, row: Any) -> dict[str, Any]:
         """Return the figures of a row that follow from its fields, for JSON."""
         return {}
 
     def as_json(self) -> Any:
         """Return all fields, and with each row its derived figures."""
-        rows = [asdict(row) | self.derived(row) for row in self.rows]
+        rows = [asdict(row) | self.derived_figures(row) for row in self.rows]
         return asdict(cast(Any, self)) | {"rows": rows}
 
     def errors(self) -> list[str]:
@@ -81,26 +81,26 @@ class Results(ABC):
         return []
 
 
-def until_interrupted(measured: Iterable[Measured]) -> tuple[list[Measured], bool]:
+def until_interrupted(measurements: Iterable[Measured]) -> tuple[list[Measured], bool]:
     """Return the measured rows, and True if Ctrl-C ended the measurement.
 
     Raises KeyboardInterrupt if nothing was measured until then.
     """
-    found: list[Measured] = []
+    rows: list[Measured] = []
     try:
-        for each in measured:
-            found.append(each)
+        for row in measurements:
+            rows.append(row)
     except KeyboardInterrupt:
-        if not found:
+        if not rows:
             raise
-        return found, True
-    return found, False
+        return rows, True
+    return rows, False
 
 
-def words(option: str, given: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:
+def words(option: str, text: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:
     """Read the parts of a comma-separated list; add a problem for each that is not allowed."""
     allowed = tuple(allowed)
-    parts = [part.strip() for part in given.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if part not in allowed:
             hint = did_you_mean(part, allowed)
@@ -109,19 +109,19 @@ def words(option: str, given: str, allowed: Iterable[str], problems: list[Proble
 
 
 def numbers(
-    option: str, given: str, like: str, problems: list[Problem], units: Mapping[str, int] | None = None
+    option: str, text: str, like: str, problems: list[Problem], units: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
     """Read the numbers of a comma-separated list, each perhaps with one of the units (name -> factor).
 
     Adds a problem with the example `like` for the first part that is no number, and then returns nothing.
     """
-    found = []
+    values = []
     units = units or {"": 1}
-    for part in (part.strip() for part in given.split(",")):
+    for part in (part.strip() for part in text.split(",")):
         number = part.rstrip("KMBkmb")
         unit = part[len(number) :].upper()
         if not number.isdecimal() or int(number) < 1 or unit not in units:
             problems.append(Problem(option, "", f"{part!r}: numbers from 1 on with commas, like {like}"))
             return ()
-        found.append(int(number) * units[unit])
-    return tuple(found)
+        values.append(int(number) * units[unit])
+    return tuple(values)

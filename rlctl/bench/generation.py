@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain, islice
 from itertools import count as numbers_from
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -149,28 +149,28 @@ class GenerationBench(Bench):
                 dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
                 rows = []
                 for turns in self.turns:
-                    settled_row = _in_turns(settled, turns)
+                    settled_row = _with_max_turns(settled, turns)
                     lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
                     pool = environments if turns > 1 else None
                     runner = make_runner(settled_row, chat, lengths, pool, setup, trains=False)
                     rows.append(Played(lengths, runner))
                     stack.callback(runner.close)
-                rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
+                rounds, interrupted = until_interrupted(self._measure_rounds(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
-        measured = []
+        result_rows = []
         for played in rows:
-            rounds_of_row = [one_round for one_round in rounds if one_round.played is played]
+            rounds_of_row = [played_round for played_round in rounds if played_round.played is played]
             if rounds_of_row:
-                measured.append(_generation_row(played, rounds_of_row, speed, bench=self, settled=settled))
+                result_rows.append(_generation_row(played, rounds_of_row, speed, bench=self, settled=settled))
         return GenerationResults(
             model=self.model,
             tokens=self.tokens,
             spread=self.spread,
             devices=generation.num_engines * generation.tensor_parallel_size,
             speed=speed,
-            rows=measured,
+            rows=result_rows,
             warnings=warnings,
             interrupted=interrupted,
         )
@@ -198,7 +198,7 @@ class GenerationBench(Bench):
         )
         return grpo_run(settings, self.extra)
 
-    def _measured(
+    def _measure_rounds(
         self,
         dispatcher: "RolloutDispatcher",
         rows: "Sequence[Played]",
@@ -209,13 +209,14 @@ class GenerationBench(Bench):
         # The first rollouts trigger the compilation in the engines.
         say("warm-up")
         for played in rows:
-            self._round(dispatcher, played, prompts, 0, min(_WARM_UP, self.tokens // played.turns))
+            self._play_round(dispatcher, played, prompts, version=0, length=min(_WARM_UP, self.tokens // played.turns))
         for number in range(self.rounds):
             for played in rows:
                 say(f"{count(played.turns, 'turn')}: round {number + 1} of {self.rounds}")
-                yield self._round(dispatcher, played, prompts, 1 + number, self.tokens // played.turns)
+                length = self.tokens // played.turns
+                yield self._play_round(dispatcher, played, prompts, version=1 + number, length=length)
 
-    def _round(
+    def _play_round(
         self,
         dispatcher: "RolloutDispatcher",
         played: "Played",
@@ -226,7 +227,15 @@ class GenerationBench(Bench):
         """Sample once. version: tells the rounds' seeds apart. length: tokens of a mean turn. Raises RuntimeError."""
         turns = played.turns
         played.lengths.tokens = turns * length
-        sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
+        sampling = Sampling(
+            purpose="train",
+            # Rows sample with different seeds.
+            run_seed=turns,
+            groups_per_step=self.prompts,
+            num_rollouts=self.generations,
+            max_new_tokens=length,
+            temperature=1.0,
+        )
         tasks = list(islice(prompts, self.prompts))
         before = dispatcher.stats()
         cpu = time.process_time()
@@ -234,12 +243,20 @@ class GenerationBench(Bench):
         groups = dispatcher.sample(played.runner, sampling, tasks, version)
         seconds = time.perf_counter() - begin
         cpu = time.process_time() - cpu
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = list(chain.from_iterable(group.rollouts for group in groups))
         if any(rollout.num_sampled != turns * length for rollout in rollouts):
-            failed = next((each.episode.failure for each in rollouts if each.episode and each.episode.failure), None)
-            raise RuntimeError(f"a rollout ended before its {turns * length} tokens: {failed or 'no reason given'}")
-        place = float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts]))
-        return Round(played, seconds, cpu, turns * length * len(rollouts), place, before, dispatcher.stats())
+            episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+            failure = next((episode.failure for episode in episodes if episode.failure), None)
+            raise RuntimeError(f"a rollout ended before its {turns * length} tokens: {failure or 'no reason given'}")
+        return Round(
+            played=played,
+            seconds=seconds,
+            cpu=cpu,
+            tokens=turns * length * len(rollouts),
+            place=float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts])),
+            before=before,
+            after=dispatcher.stats(),
+        )
 
 
 @dataclass
@@ -304,7 +321,7 @@ class Round:
 
     def gain(self, name: str) -> float:
         """Return how much a total of all engines grew."""
-        return float(sum(getattr(b, name) - getattr(a, name) for a, b in zip(self.before, self.after)))
+        return float(sum(getattr(end, name) - getattr(start, name) for start, end in zip(self.before, self.after)))
 
 
 @dataclass(frozen=True)
@@ -330,16 +347,17 @@ def _generation_row(
     """Return the figures of a row. speed: bytes/s that a device reads."""
     generation = settled.config.generation
     sizes = settled.facts
-    seconds = [each.seconds for each in rounds]
+    seconds = [played_round.seconds for played_round in rounds]
     assert sizes
     engines = generation.num_engines
     turns = played.turns
 
     def total(name: str) -> float:
-        return sum(each.gain(name) for each in rounds)
+        return sum(played_round.gain(name) for played_round in rounds)
 
     at_once = total("tokens") / total("steps")
-    place = median(each.place for each in rounds)
+    place = median(played_round.place for played_round in rounds)
+    rate = median(played_round.tokens / played_round.seconds for played_round in rounds)
     weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
     per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
@@ -347,14 +365,14 @@ def _generation_row(
         rollouts=bench.prompts * bench.generations,
         tokens=bench.tokens // turns,
         seconds=seconds,
-        rate=median(each.tokens / each.seconds for each in rounds) / (engines * generation.tensor_parallel_size),
+        rate=rate / (engines * generation.tensor_parallel_size),
         # Without a cache nothing is counted.
         prefix=total("cached_tokens") / max(1.0, total("prompt_tokens")),
         at_once=at_once,
         step=total("busy") / total("steps"),
         floor=(weights + at_once * place * per_token) / speed,
         idle=1 - total("busy") / (engines * sum(seconds)),
-        driver=sum(each.cpu for each in rounds) / sum(seconds),
+        driver=sum(played_round.cpu for played_round in rounds) / sum(seconds),
     )
 
 
@@ -362,7 +380,8 @@ def copy_speed(gpu: bool) -> float:
     """Return the bytes/s that this machine's first device reads, half the bytes moved by a copy within its memory."""
     import torch
 
-    device, size = ("cuda:0", _COPIED) if gpu else ("cpu", _COPIED_CPU)
+    device = "cuda:0" if gpu else "cpu"
+    size = _COPIED if gpu else _COPIED_CPU
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = float("inf")
@@ -385,7 +404,7 @@ def _prompts(chat: "Chat") -> Iterator[Task]:
         yield Task(f"r{number}", prompt.tokens, prompt.text, None, {"prompt": text}, messages=messages)
 
 
-def _in_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
+def _with_max_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
     environment = replace(settled.config.environment, max_turns=turns)
     return replace(settled, config=replace(settled.config, environment=environment))
 
@@ -403,14 +422,15 @@ class GenerationResults(Results):
     warnings: list[str]  # complaints of engines and environments
     interrupted: bool = False
 
-    def derived(self, row: GenerationRow) -> dict[str, Any]:
+    def derived_figures(self, row: GenerationRow) -> dict[str, Any]:
         return {"x_first": row.rate / self.rows[0].rate}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         head = f"{self.model} on {count(self.devices, 'device')}, {count(self.rows[0].rollouts, 'rollout')} of"
-        said = [Line(f"warning: {each}", "yellow") for each in self.warnings]
+        warnings = [Line(f"warning: {warning}", "yellow") for warning in self.warnings]
         table = ResultTable([self._generation_cells(row) for row in self.rows])
-        return [Line(f"{head} {count(self.tokens, 'sampled token')}"), table, *said, Line(_GENERATION_LEGEND, "dim")]
+        title = Line(f"{head} {count(self.tokens, 'sampled token')}")
+        return [title, table, *warnings, Line(_GENERATION_LEGEND, "dim")]
 
     def _generation_cells(self, row: GenerationRow) -> Cells:
         return [

@@ -5,6 +5,7 @@ Answers have log-normal lengths with a long tail instead of stop tokens, so rand
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -55,25 +56,32 @@ class GrpoBench(Bench):
         if self.gpus > self.installed:
             problems.append(Problem("--gpus", "", f"{self.gpus}: this machine has {self.installed}"))
         if self.trainers >= self.gpus > 1:
-            what = f"{self.trainers} of {self.gpus} leave no device for engines"
-            problems.append(Problem("--trainers", "", what))
-        if self.gpus == 1 and (apart := [mode for mode in self.modes if mode != "colocated"]):
-            what = f"{', '.join(apart)}: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
-            problems.append(Problem("--modes", "", what))
+            message = f"{self.trainers} of {self.gpus} leave no device for engines"
+            problems.append(Problem("--trainers", "", message))
+        apart = [mode for mode in self.modes if mode != "colocated"]
+        if self.gpus == 1 and apart:
+            message = f"{', '.join(apart)}: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
+            problems.append(Problem("--modes", "", message))
         return problems + model_problems(self.model)
 
     def measure(self, folder: Path, say: Say) -> "GrpoResults":
         make_prompts(folder, 64 * self.prompts)
         settings = {MODES[mode]: self.settings(mode, folder) for mode in self.modes}
-        counted = {MODES[mode]: self.counted(mode)[0] for mode in self.modes}
+        counted_steps = {MODES[mode]: self.counted_steps(mode)[0] for mode in self.modes}
         runs = run_all("grpo", self.model, settings, folder, say)
-        found, interrupted = until_interrupted(runs)
-        records = {name: steps[counted[name]] for name, steps in found}
+        named_steps, interrupted = until_interrupted(runs)
+        records = {name: steps[counted_steps[name]] for name, steps in named_steps}
         rows = [_mode_row(name, steps) for name, steps in records.items()]
-        ceiling = _ceiling(rows, list(records.values())) if self.gpus else None
-        return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling, interrupted)
+        return GrpoResults(
+            model=self.model,
+            gpus=self.gpus,
+            trainers=self.trainers,
+            rows=rows,
+            ceiling=_ceiling(rows, list(records.values())) if self.gpus else None,
+            interrupted=interrupted,
+        )
 
-    def counted(self, mode: str) -> tuple[slice, int]:
+    def counted_steps(self, mode: str) -> tuple[slice, int]:
         """Return (steps of the run that are counted, number of its steps).
 
         The first step compiles and fills caches. An asynchronous run first fills its buffer too, and has nothing left
@@ -87,23 +95,33 @@ class GrpoBench(Bench):
         """Return the overrides of the run in a mode. folder: that of `make_prompts`."""
         mean, sigma, cap = self.lengths
         shared = max(1, self.gpus)
-        both = [f"trainer.num_ranks={shared}", f"generation.num_engines={shared}"]
-        split = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
-        apart = [*split, "placement.colocated=false"]
-        own = {
-            "colocated": both,
+        _, num_steps = self.counted_steps(mode)
+        colocated = [f"trainer.num_ranks={shared}", f"generation.num_engines={shared}"]
+        apart = [
+            f"trainer.num_ranks={self.trainers}",
+            f"generation.num_engines={max(1, self.gpus - self.trainers)}",
+            "placement.colocated=false",
+        ]
+        mode_settings = {
+            "colocated": colocated,
             "apart": apart,
             "drained": [*apart, "async.enabled=true", "async.in_flight_weight_updates=false"],
             "in-flight": [*apart, "async.enabled=true", f"async.max_trajectory_age_steps={self.age}"],
         }
-        return [
-            *(f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", "data.train.prompt_key=prompt"),
+        common = [
+            f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]",
+            "data.train.prompt_key=prompt",
+            "run.probe=false",
+            "data.max_prompt_length=128",
             # The tiny recipe's rate would move a large random model far from the weights that sampled.
-            *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
-            *(f"grpo.num_steps={self.counted(mode)[1]}", f"grpo.num_prompts_per_step={self.prompts}"),
-            *(f"grpo.num_generations_per_prompt={self.generations}", f"generation.max_new_tokens={cap}"),
-            *(f"generation.forced_lengths=[{mean}, {sigma}]", *own[mode], *self.extra),
+            "trainer.optimizer.lr=1.0e-6",
+            f"grpo.num_steps={num_steps}",
+            f"grpo.num_prompts_per_step={self.prompts}",
+            f"grpo.num_generations_per_prompt={self.generations}",
+            f"generation.max_new_tokens={cap}",
+            f"generation.forced_lengths=[{mean}, {sigma}]",
         ]
+        return common + mode_settings[mode] + self.extra
 
 
 @dataclass(frozen=True)
@@ -149,7 +167,7 @@ class GrpoResults(Results):
         """Return the row's rate over the first row's."""
         return row.effective / self.rows[0].effective
 
-    def derived(self, row: ModeRow) -> dict[str, Any]:
+    def derived_figures(self, row: ModeRow) -> dict[str, Any]:
         return {"share": self.share(row), "speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
@@ -165,14 +183,14 @@ class GrpoResults(Results):
     def _cells(self, row: ModeRow, wide: bool) -> Cells:
         share = self.share(row)
         waits = sorted(row.idle.items(), key=lambda pair: -pair[1])[:_WAITS_SHOWN]
-        more = [
+        further_cells = [
             ("stall", f"{row.stall * 1e3:.0f}"),
             ("age", f"{row.age:.2f}"),
             ("seqs", f"{row.sequences:.0f}" if row.sequences else ""),
             ("ms/tok", f"{row.decode_step * 1e3:.1f}" if row.decode_step else ""),
             ("trainer waits for", ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits)),
         ]
-        return [
+        cells = [
             ("run", row.mode),
             ("step", f"{row.step:.2f}"),
             ("tok/s/dev", f"{row.effective:,.0f}"),
@@ -181,8 +199,8 @@ class GrpoResults(Results):
             ("trainer idle", f"{row.trainer_idle:.0%}"),
             ("gen idle", f"{row.generator_idle:.0%}"),
             ("refit", f"{row.paused:.1%}" if row.mode.startswith("async") else ""),
-            *(more if wide else []),
         ]
+        return cells + further_cells if wide else cells
 
 
 def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
@@ -191,24 +209,24 @@ def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
     def mean(name: str) -> float:
         return fmean([float(step[name]) for step in steps if name in step] or [0.0])
 
-    def weighted(name: str) -> float:
-        known = [(float(step[name]), float(step[STEP_SECONDS.name])) for step in steps if name in step]
-        return sum(value * seconds for value, seconds in known) / (sum(seconds for _, seconds in known) or 1.0)
+    def weighted_mean(name: str) -> float:
+        measured_steps = [step for step in steps if name in step]
+        total = sum(float(step[name]) * float(step[STEP_SECONDS.name]) for step in measured_steps)
+        return total / (sum(float(step[STEP_SECONDS.name]) for step in measured_steps) or 1.0)
 
-    names = sorted(
-        {key for step in steps for key in step if key.startswith("time/")} - {STEP_SECONDS.name, TRAIN_SECONDS.name}
-    )
+    times = {name for name in chain.from_iterable(steps) if name.startswith("time/")}
+    names = sorted(times - {STEP_SECONDS.name, TRAIN_SECONDS.name})
     idle = {name.removeprefix("time/"): sum(step.get(name, 0.0) for step in steps) / wall for name in names}
     return ModeRow(
         mode=mode,
         step=wall / len(steps),
-        effective=weighted(EFFECTIVE.name),
+        effective=weighted_mean(EFFECTIVE.name),
         training=mean(TRAINING.name),
         generation=mean(GENERATION.name),
         idle={name: share for name, share in idle.items() if share >= 0.001},
-        trainer_idle=weighted(TRAINER_IDLE.name),
-        generator_idle=weighted(GENERATOR_IDLE.name),
-        paused=weighted(GENERATOR_IN_REFIT.name),
+        trainer_idle=weighted_mean(TRAINER_IDLE.name),
+        generator_idle=weighted_mean(GENERATOR_IDLE.name),
+        paused=weighted_mean(GENERATOR_IN_REFIT.name),
         stall=mean(REFIT_STALL.name),
         refit=mean(REFIT_SECONDS.name),
         rest=mean(REFIT_REST.name),
@@ -222,8 +240,8 @@ def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
 def _ceiling(rows: Sequence[ModeRow], records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
     training = max(row.training for row in rows)
     generation = max(row.generation for row in rows)
-    steps = [step for part in records for step in part]
-    prompt, generated, trained = (
-        sum(float(step[f"tokens/{name}"]) for step in steps) for name in ("prompt", "generated", "trained")
-    )
+    steps = list(chain.from_iterable(records))
+    prompt = sum(float(step["tokens/prompt"]) for step in steps)
+    generated = sum(float(step["tokens/generated"]) for step in steps)
+    trained = sum(float(step["tokens/trained"]) for step in steps)
     return (prompt + generated) / (trained / training + generated / generation)

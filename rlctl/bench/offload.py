@@ -61,20 +61,23 @@ class OffloadBench(Bench):
     @property
     def places(self) -> list[str]:
         """Places of optimizer state; the host updates weights only of bfloat16."""
-        half = self.section.dtype == "bfloat16"
-        return [LEFT, MOVED, *(HOST_UPDATES[self.section.backend] if half else ())]
+        if self.section.dtype != "bfloat16":
+            return [LEFT, MOVED]
+        return [LEFT, MOVED, *HOST_UPDATES[self.section.backend]]
 
     def check(self) -> list[Problem]:
         problems: list[Problem] = []
         words("--backend", self.backend, HOST_UPDATES, problems)
-        if problems := [*problems, *model_problems(self.model)]:
+        problems += model_problems(self.model)
+        if problems:
             return problems
         try:
-            most = min(longest(self.model), self.section.micro_batch_tokens)
+            limit = min(longest(self.model), self.section.micro_batch_tokens)
         except ConfigError as error:
             return error.problems
-        what = f"{self.tokens}: the model, or a pass, holds {most} at most"
-        return [Problem("--seq-len", "", what)] if self.tokens > most else []
+        if self.tokens <= limit:
+            return []
+        return [Problem("--seq-len", "", f"{self.tokens}: the model, or a pass, holds {limit} at most")]
 
     def measure(self, folder: Path, say: Say) -> "OffloadResults":
         say(f"random weights in the shape of {self.model}")
@@ -182,7 +185,7 @@ class OffloadResults(Results):
         """Share of `moving` that is not in `cost`."""
         return 1 - self.cost / self.moving if self.moving else None
 
-    def derived(self, row: StepRow) -> dict[str, Any]:
+    def derived_figures(self, row: StepRow) -> dict[str, Any]:
         return {"step": row.step}
 
     def as_json(self) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,11 +77,11 @@ class RefitBench(Bench):
         except ValueError as error:
             problems.append(Problem("--trainers, --generators, --tensor-parallel", "", str(error)))
         if self.lora_rank and (self.modes != ["auto"] or self.checks != ["all"]):
-            why = "adapters are always staged and checked whole: leave --mode and --checksum out"
-            problems.append(Problem("--lora-rank", "", why))
+            message = "adapters are always staged and checked whole: leave --mode and --checksum out"
+            problems.append(Problem("--lora-rank", "", message))
         if "direct" in self.modes and self.cpu:
-            why = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
-            problems.append(Problem("--mode", "", why))
+            message = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
+            problems.append(Problem("--mode", "", message))
         return problems
 
     def measure(self, folder: Path, say: Say) -> RefitResults:
@@ -89,8 +89,15 @@ class RefitBench(Bench):
             say("starting trainer ranks and engines")
             with self._stage(memory, folder) as stage:
                 rows = list(stage.rows(say))
-        sizes = (len(stage.trainers), len(stage.engines), self.tensor_parallel)
-        return RefitResults(self.model, stage.payload, *sizes, stage.bound, rows)
+        return RefitResults(
+            model=self.model,
+            payload=stage.payload,
+            trainers=len(stage.trainers),
+            engines=len(stage.engines),
+            tensor_parallel=self.tensor_parallel,
+            bound=stage.bound,
+            rows=rows,
+        )
 
     @property
     def cpu(self) -> bool:
@@ -211,20 +218,20 @@ class _Stage:
         bench = self.bench
         self._clear()
         say("the plain link")
-        plain = self._copy() if bench.placement.shared else self._plain_link()
+        plain = self._measure_copy() if bench.placement.shared else self._measure_plain_link()
         self.bound = plain.seconds
         yield plain
         for kind, mode, buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
             say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
-            yield self._ours(kind, mode, buffers, checks)
+            yield self._measure_refits(kind, mode, buffers, checks)
 
-    def _copy(self) -> SchemeRow:
+    def _measure_copy(self) -> SchemeRow:
         """Copy within a device that trainer and engine share."""
         first = self.trainers.workers[0]
         copied = first.start(BenchTrainer.copy_speed, self.payload, self._plain_rounds).wait(_DEADLINE_S)
         return make_row("memcpy" if self.bench.cpu else "device copy", copied, copied)
 
-    def _plain_link(self) -> SchemeRow:
+    def _measure_plain_link(self) -> SchemeRow:
         bench = self.bench
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
         first_ranks = range(1, 1 + self.workers, bench.tensor_parallel)
@@ -236,19 +243,23 @@ class _Stage:
         received = _answers(receiving)
         return make_row("raw link", sending.wait(_DEADLINE_S), received)
 
-    def _ours(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
+    def _measure_refits(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench
         self._clear()
         self._fill()
         refit = Refit(self.trainers, self._options(kind, mode, buffers))
         choice = refit.open(self.ends)[0]
-        arguments = (refit.plan, checks, 1, bench.rounds, kind == "shm")
-        sending = self.trainers.start(BenchTrainer.refit_rounds, *arguments)
-        received = self._rpc("bench_refit_rounds", *arguments)
-        sent = sending.wait(_DEADLINE_S)
-        wrong = self._differences()
-        label = f"rlctl {kind}, {choice.mode}, {count(buffers, 'buffer')}, checks {checks}"
-        row = make_row(label, sent, received, wrong, choice.mode)
+        plan = refit.plan
+        in_turn = kind == "shm"
+        sending = self.trainers.start(BenchTrainer.refit_rounds, plan, checks, 1, bench.rounds, in_turn)
+        received = self._rpc("bench_refit_rounds", plan, checks, 1, bench.rounds, in_turn)
+        row = make_row(
+            label=f"rlctl {kind}, {choice.mode}, {count(buffers, 'buffer')}, checks {checks}",
+            sent=sending.wait(_DEADLINE_S),
+            received=received,
+            differences=self._differences(),
+            mode=choice.mode,
+        )
         if bench.updates:
             row = replace(row, **self._while_requests_run(refit, checks))
         return row
@@ -260,16 +271,23 @@ class _Stage:
         seconds = []
         for number in range(self.bench.updates):
             # Different prompts, so that no prefix is cached.
-            ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]
+            first_group = number * _REQUESTS
+            groups = range(first_group, first_group + _REQUESTS)
             requests = [
-                TurnRequest(each, [7 + each.rollout.group] * _PROMPT_TOKENS, _REQUEST_TOKENS, 1.0, i)
-                for i, each in enumerate(ids)
+                TurnRequest(
+                    id=RequestId(RolloutId("parity", "bench", group, 0)),
+                    prompt_tokens=[7 + group] * _PROMPT_TOKENS,
+                    max_new_tokens=_REQUEST_TOKENS,
+                    temperature=1.0,
+                    seed=group - first_group,
+                )
+                for group in groups
             ]
             for engine in self.engines:
-                begun = _steps(engine)
+                steps_before = _steps(engine)
                 engine.start(Engine.submit, requests).wait(_DEADLINE_S)
                 # A step with prompts is longer: it must not count as the update's.
-                while _steps(engine) < begun + _BEFORE_UPDATE:
+                while _steps(engine) < steps_before + _BEFORE_UPDATE:
                     time.sleep(_POLL_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
@@ -277,7 +295,7 @@ class _Stage:
             stalls.append(report.stall)
             gaps.append(report.gap)
             for engine in self.engines:
-                engine.start(Engine.abort, ids).wait(_DEADLINE_S)
+                engine.start(Engine.abort, [request.id for request in requests]).wait(_DEADLINE_S)
         return {"stall": median(stalls), "step": median(gaps), "driver": median(seconds)}
 
     def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:
@@ -309,8 +327,8 @@ class _Stage:
         self._rpc("bench_forget")
 
     def _differences(self) -> list[str]:
-        found = self._rpc("bench_differences", self.refit.plan, self._version, self.bench.master)
-        return sorted({name for names in found for name in names})
+        names_by_worker = self._rpc("bench_differences", self.refit.plan, self._version, self.bench.master)
+        return sorted(set(chain.from_iterable(names_by_worker)))
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
         return _answers([engine.start(VllmEngine.rpc, method, *args) for engine in self.engines])
@@ -323,4 +341,4 @@ def _steps(engine: Worker) -> int:
 
 def _answers(pending: Sequence[Pending[Any]]) -> list[Any]:
     """Return the answer of every worker of every engine."""
-    return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]
+    return list(chain.from_iterable(part.wait(_DEADLINE_S)[0] for part in pending))

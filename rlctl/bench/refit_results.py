@@ -72,43 +72,47 @@ class RefitResults(Results):
         """Return the row's rate over the plain link's."""
         return self.bound / row.seconds
 
-    def derived(self, row: SchemeRow) -> dict[str, Any]:
+    def derived_figures(self, row: SchemeRow) -> dict[str, Any]:
         return {"gb_per_s": self.rate(row), "share": self.share(row), "overlap": row.overlap, "pause": row.pause}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         size = self.payload / 1e9
         devices = f" x {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         bound = f"{size:.2f} GB need {self.bound * 1e3:.1f} ms at the link's {size / self.bound:.1f} GB/s"
-        ours = [index for index, row in enumerate(self.rows) if row.mode]
-        table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
+        rlctl_rows = [index for index, row in enumerate(self.rows) if row.mode]
+        table = ResultTable([self._cells(row, wide) for row in self.rows], bold=rlctl_rows)
         return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_SCHEMES_LEGEND, "dim")]
 
     def errors(self) -> list[str]:
         """Return the tensors of each row that arrived changed, the first three by name."""
-        found = []
+        messages = []
         for row in self.rows:
-            names = ", ".join(row.wrong[:3]) + (f" and {len(row.wrong) - 3} more" if len(row.wrong) > 3 else "")
-            if names:
-                found.append(f"{row.label}: delivered weights differ from the sent ones: {names}")
-        return found
+            if row.wrong:
+                names = ", ".join(row.wrong[:3])
+                further = f" and {len(row.wrong) - 3} more" if len(row.wrong) > 3 else ""
+                messages.append(f"{row.label}: delivered weights differ from the sent ones: {names}{further}")
+        return messages
 
     @property
     def _ends(self) -> str:
         return f"{count(self.trainers, 'trainer rank')} to {count(self.engines, 'engine')}"
 
     def _cells(self, row: SchemeRow, wide: bool) -> Cells:
-        phases = [(name, _ms(row.phases.get(name))) for name in PHASES]
-        driver = [("driver", _ms(row.driver)), ("overlap", "" if row.overlap is None else f"{row.overlap:.0%}")]
         memory = f"{row.trainer_extra / 2**30:.1f}+{row.engine_extra / 2**30:.1f} GiB"
-        return [
+        cells = [
             ("scheme", row.label),
             ("ms", _ms(row.seconds)),
             ("GB/s", f"{self.rate(row):.1f}"),
             ("share", f"{self.share(row):.0%}"),
-            *(phases if wide else []),
-            ("pause", _ms(row.pause) if row.checked else ""),
-            ("stall", _ms(row.stall)),
-            *([("step", _ms(row.step)), *driver] if wide else []),
+        ]
+        if wide:
+            cells += [(name, _ms(row.phases.get(name))) for name in PHASES]
+        cells += [("pause", _ms(row.pause) if row.checked else ""), ("stall", _ms(row.stall))]
+        if wide:
+            overlap = "" if row.overlap is None else f"{row.overlap:.0%}"
+            cells += [("step", _ms(row.step)), ("driver", _ms(row.driver)), ("overlap", overlap)]
+        return [
+            *cells,
             ("memory", memory if row.trainer_extra or row.engine_extra else ""),
             ("bits", ("differ" if row.wrong else "equal") if row.checked else ""),
         ]
@@ -119,37 +123,40 @@ def _ms(seconds: float | None) -> str:
 
 
 def make_row(
-    label: str, sent: list[Measured], received: list[Measured], wrong: list[str] | None = None, mode: str = ""
+    label: str, sent: list[Measured], received: list[Measured], differences: list[str] | None = None, mode: str = ""
 ) -> SchemeRow:
-    """Return the row of the records of every trainer rank and engine worker. wrong: None if nothing was compared."""
+    """Return the row of the records of every trainer rank and engine worker.
+
+    differences: tensors that differ from the sent ones; None if nothing was compared.
+    """
     rounds = range(1 if len(received[0].ends) > 1 else 0, len(received[0].ends))
     seconds = []
     commits = []
     for number in rounds:
-        begin = min(part.begins[number] for part in (*sent, *received))
+        begin = min(part.begins[number] for part in sent + received)
         commit = max(part.commits[number] for part in received)
         seconds.append(max(part.ends[number] for part in received) - begin - commit)
         commits.append(commit)
     phases = {}
     for name in PHASES:
-        ends = [
-            median(max(part.phases[number].get(name, 0.0) for part in side) for number in rounds)
-            for side in (sent, received)
-        ]
-        # The wire's time is the shorter end's: the other one's begins with waiting.
-        value = min([end for end in ends if end] or [0.0]) if name == "wire" else max(ends)
-        if value:
-            phases[name] = value
+        side_seconds = []
+        for side in (sent, received):
+            slowest = [max(part.phases[number].get(name, 0.0) for part in side) for number in rounds]
+            side_seconds.append(median(slowest))
+        # The wire's time is that of the shorter side: the time of the other side begins with waiting.
+        measured_seconds = [side for side in side_seconds if side]
+        if measured_seconds:
+            phases[name] = min(measured_seconds) if name == "wire" else max(measured_seconds)
     return SchemeRow(
-        label,
-        mode,
-        median(seconds),
-        median(commits),
-        phases,
-        max(part.extra_bytes for part in sent),
-        max(part.extra_bytes for part in received),
-        max(part.growth_bytes for part in sent),
-        max(part.growth_bytes for part in received),
-        wrong is not None,
-        wrong or [],
+        label=label,
+        mode=mode,
+        seconds=median(seconds),
+        commit=median(commits),
+        phases=phases,
+        trainer_extra=max(part.extra_bytes for part in sent),
+        engine_extra=max(part.extra_bytes for part in received),
+        trainer_growth=max(part.growth_bytes for part in sent),
+        engine_growth=max(part.growth_bytes for part in received),
+        checked=differences is not None,
+        wrong=differences or [],
     )

@@ -49,22 +49,22 @@ def run_all(
     say("checking what is asked for")
     weightless = (f"model.path={shape}", "model.random_init=true", "--dry-run")
     problems = []
-    for name, own in settings.items():
-        command = [*_command(kind, run_folder(folder, name), own), *weightless]
-        asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    for name, overrides in settings.items():
+        command = [*_command(kind, run_folder(folder, name), overrides), *weightless]
+        dry_run = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
         # The user has not seen this command: the number of an override and remarks on replaced values mean nothing.
-        lines = [line for line in asked.stderr.splitlines() if not line.startswith("note: ")]
-        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in lines]
-        if asked.returncode:
-            problems += [Problem(name, "", line) for line in said if not line.endswith("; nothing was started")]
+        lines = [line for line in dry_run.stderr.splitlines() if not line.startswith("note: ")]
+        messages = [re.sub(r"^error: (override \d+: )?", "", line) for line in lines]
+        if dry_run.returncode:
+            problems += [Problem(name, "", text) for text in messages if not text.endswith("; nothing was started")]
     if problems:
         raise ConfigError(problems)
     say(f"random weights in the shape of {model}")
     make_random_model(shape, folder)
-    for index, (name, own) in enumerate(settings.items()):
+    for index, (name, overrides) in enumerate(settings.items()):
         say(f"{name}: run {index + 1} of {len(settings)}")
         run = run_folder(folder, name)
-        records = train(name, _command(kind, run, own), run)
+        records = train(name, _command(kind, run, overrides), run)
         yield name, [record for record in records if record["kind"] == "step"]
 
 
@@ -83,9 +83,10 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
         try:
             while True:
                 code = _wait(process, _WATCH_S if watch else None)
-                records += (new := metrics.read())
-                if new and watch:
-                    watch(new)
+                new_records = metrics.read()
+                records += new_records
+                if new_records and watch:
+                    watch(new_records)
                 if code is not None:
                     break
         except KeyboardInterrupt:
@@ -109,9 +110,16 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
-    model = (f"model.path={run.parent / 'model'}", "model.random_init=false")
-    where = (f"run.dir={run.parent}", f"run.name={run.name}", f"data.train.path={run.parent / 'train.jsonl'}")
-    return train_command(kind, f"{kind}-tiny", [*where, *_BARE, *model, *settings])
+    folder = run.parent
+    overrides = [
+        f"run.dir={folder}",
+        f"run.name={run.name}",
+        f"data.train.path={folder / 'train.jsonl'}",
+        *_BARE,
+        f"model.path={folder / 'model'}",
+        "model.random_init=false",
+    ]
+    return train_command(kind, f"{kind}-tiny", [*overrides, *settings])
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | None:
@@ -143,8 +151,8 @@ def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
         try:
             return pool.submit(work, *arguments).result()
         except Exception as error:  # of any kind: it is that process's
-            said = str(error).strip().splitlines()
-            raise RuntimeError(f"{type(error).__name__}: {said[0] if said else 'no reason given'}") from error
+            lines = str(error).strip().splitlines()
+            raise RuntimeError(f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}") from error
         except BaseException:
             for child in active_children():
                 child.kill()

@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +52,7 @@ _LEGEND = (
 class Idle:
     """A worker of which only calls are wanted."""
 
-    def take(self, *given: Any) -> None:
+    def take(self, *arguments: Any) -> None:
         """Return at once."""
 
 
@@ -85,7 +85,7 @@ class ScaleRow:
         """Return the cells of its table row."""
         return [
             ("model", self.model),
-            ("GPUs", f"{self.gpus:,}{' *' * self.too_large}"),
+            ("GPUs", f"{self.gpus:,} *" if self.too_large else f"{self.gpus:,}"),
             ("ranks", f"{self.ranks:,}"),
             ("engines", f"{self.engines:,}"),
             ("comms", f"{self.communicators} x {self.members:,}"),
@@ -107,14 +107,17 @@ class ScaleBench(Bench):
     gpus: Sequence[int]
 
     def check(self) -> list[Problem]:
-        problems = [each for model in self.models for each in model_problems(model)]
-        odd = [count for count in self.gpus if count % _NODE]
-        return [*problems, *(Problem("--gpus", "", f"{count}: whole nodes of {_NODE}, like 8,64,512") for count in odd)]
+        problems = list(chain.from_iterable(map(model_problems, self.models)))
+        for count in self.gpus:
+            if count % _NODE:
+                problems.append(Problem("--gpus", "", f"{count}: whole nodes of {_NODE}, like 8,64,512"))
+        return problems
 
     def measure(self, folder: Path, say: Say) -> "ScaleResults":
         with local_ray(folder):
             # Ray's client counts calls alike for any number of processes: two answer for all.
-            group = WorkerGroup([WorkerSpec(f"idle-{n}", Idle, log=f"{folder}/idle-{n}.log") for n in range(2)], 60)
+            names = ("idle-0", "idle-1")
+            group = WorkerGroup([WorkerSpec(name, Idle, log=f"{folder}/{name}.log") for name in names], 60)
             try:
                 group.built().wait(_SCALE_DEADLINE_S)
                 a_call = _call_seconds(group.workers)
@@ -150,20 +153,26 @@ class _Model:
 
     def boxes(self, ranks: int) -> list[list[TensorSlice]]:
         """Return the boxes of each of `ranks` ranks that share a copy: FSDP2 cuts rows evenly, rounded up."""
-        found: list[list[TensorSlice]] = [[] for _ in range(ranks)]
-        for name, whole in self._parameters.items():
-            each = -(-len(whole) // ranks)
-            pieces: dict[int, Any] = {}
+        boxes: list[list[TensorSlice]] = [[] for _ in range(ranks)]
+        for name, parameter in self._parameters.items():
+            rows_per_rank = -(-len(parameter) // ranks)
+            shards: dict[int, Any] = {}
             for row in self._table.rows_of(name):
-                for rank in range(row.start[0] // each, -(-(row.start[0] + row.size[0]) // each)):
-                    piece = pieces.setdefault(rank, whole[rank * each : (rank + 1) * each])
-                    if part := row.part(piece, (rank * each, *(0,) * (whole.ndim - 1))):
-                        found[rank].append(TensorSlice(row.name, part[0], tuple(part[1].shape)))
-        return found
+                first_rank = row.start[0] // rows_per_rank
+                end_rank = -(-(row.start[0] + row.size[0]) // rows_per_rank)
+                for rank in range(first_rank, end_rank):
+                    start = rank * rows_per_rank
+                    # Rows of the table share the view of a shard: making one costs time.
+                    shard = shards.setdefault(rank, parameter[start : start + rows_per_rank])
+                    part = row.part(shard, (start, *(0,) * (parameter.ndim - 1)))
+                    if part is not None:
+                        offset, tensor = part
+                        boxes[rank].append(TensorSlice(row.name, offset, tuple(tensor.shape)))
+        return boxes
 
 
 def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
-    settled, run = _planned(model, gpus)
+    settled, run = _plan_run(model, gpus)
     assert run.placement
     ranks = settled.trainer.num_ranks
     generation = settled.config.generation
@@ -173,10 +182,11 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     boxes = model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
     # Ranks of one copy alone send their boxes.
-    shares = [*boxes, *([] for _ in range(ranks - len(boxes)))]
-    holdings = [pickle.dumps(Holding(digest, digest, own, H100_BYTES)) for own in shares]
+    for _ in range(ranks - len(boxes)):
+        boxes.append([])
+    holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
     with _Timer() as starting:
-        plan, _, _ = plan_refit(layout, [pickle.loads(each) for each in holdings], options)
+        plan, _, _ = plan_refit(layout, [pickle.loads(holding) for holding in holdings], options)
         # It travels with every refit.
         assert plan.digest
     actors = ranks + generation.num_engines
@@ -202,18 +212,27 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     )
 
 
-def _planned(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
+def _plan_run(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
     """Return an asynchronous run of which half of the GPUs train, and its plan."""
     cluster = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES)
     half = gpus // 2
     size = 1
     while refit_bytes(model.sizes, "bfloat16") > size * _WEIGHTS_SHARE * H100_BYTES and size < min(half, _NODE):
         size *= 2
-    whose = [f"model.path={model.folder}", "model.random_init=true", f"model.tokenizer={RECIPES / 'tiny/qwen3-tiny'}"]
-    sizes = [f"trainer.num_ranks={half}", f"generation.num_engines={half // size}"]
-    given = [*whose, *sizes, f"generation.tensor_parallel_size={size}", "async.enabled=true", "trainer.backend=fsdp"]
-    known = load("grpo", None, [*given, f"grpo.num_prompts_per_step={half * _SEQUENCES}"]).settled
-    settled = cast(SettledGrpo, settle_on_cluster(known.settle_on(known.machine, model.sizes), cluster))
+    settings = [
+        f"model.path={model.folder}",
+        "model.random_init=true",
+        f"model.tokenizer={RECIPES / 'tiny/qwen3-tiny'}",
+        f"trainer.num_ranks={half}",
+        f"generation.num_engines={half // size}",
+        f"generation.tensor_parallel_size={size}",
+        "async.enabled=true",
+        "trainer.backend=fsdp",
+        f"grpo.num_prompts_per_step={half * _SEQUENCES}",
+    ]
+    without_facts = load("grpo", None, settings).settled
+    with_facts = without_facts.settle_on(without_facts.machine, model.sizes)
+    settled = cast(SettledGrpo, settle_on_cluster(with_facts, cluster))
     return settled, make_plan(settled, cluster.resources)
 
 
@@ -231,17 +250,18 @@ def _batch(settled: SettledGrpo) -> tuple[int, float]:
             if not isinstance(argument, SharedArgument):
                 # As Ray does with a call's argument of this size.
                 ray.put(argument)
-    return sum(array_bytes(share) for share in {id(share): share for share in shares}.values()), timer.seconds
+    distinct_shares = {id(share): share for share in shares}.values()
+    return sum(map(array_bytes, distinct_shares)), timer.seconds
 
 
 def _call_seconds(workers: Sequence[Worker]) -> float:
     """Return the driver's CPU seconds of one call among many, with the wait for all answers."""
-    given = put_once(0)
+    argument = put_once(0)
     seconds = []
     for _ in range(2):
         chosen = list(islice(cycle(workers), _CALLS))
         with _Timer() as timer:
-            refs = [worker.start(Idle.take, given).refs[0] for worker in chosen]
+            refs = [worker.start(Idle.take, argument).refs[0] for worker in chosen]
             Pending[None]("take", chosen, refs).wait(_SCALE_DEADLINE_S)
         seconds.append(timer.seconds)
     return seconds[-1] / _CALLS

@@ -39,12 +39,16 @@ def mode_settings(mode: str) -> tuple[str, ...] | None:
     """Return the overrides of a mode such as eager or megatron-tp2-pp2-compiled; None for an unknown one."""
     if mode in MODES:
         return MODES[mode]
-    found = _MEGATRON.fullmatch(mode)
-    if found is None:
+    match = _MEGATRON.fullmatch(mode)
+    if match is None:
         return None
-    sizes = re.findall(r"([a-z]+)(\d+)", found[1])
-    shared = (f"trainer.megatron.{_SIZES[name]}_parallel_size={size}" for name, size in sizes)
-    return ("trainer.backend=megatron", *shared, _COMPILE if found[2] else _EAGER, *[_GRAPH] * bool(found[3]))
+    settings = ["trainer.backend=megatron"]
+    for name, size in re.findall(r"([a-z]+)(\d+)", match[1]):
+        settings.append(f"trainer.megatron.{_SIZES[name]}_parallel_size={size}")
+    settings.append(_COMPILE if match[2] else _EAGER)
+    if match[3]:
+        settings.append(_GRAPH)
+    return tuple(settings)
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,18 @@ class SftBench(Bench):
         if self.ranks > self.gpus > 0:
             problems.append(Problem("--ranks", "", f"{self.ranks}: this machine has {self.gpus} GPUs"))
         if self.batch < self.ranks:
-            what = f"{self.batch}: at least one sample for each of the {self.ranks} ranks"
-            problems.append(Problem("--batch", "", what))
+            message = f"{self.batch}: at least one sample for each of the {self.ranks} ranks"
+            problems.append(Problem("--batch", "", message))
         for mode in self.modes:
             if mode_settings(mode) is None:
-                what = f"{mode}: allowed are {', '.join(MODES)}, {_MEGATRON_FORM}{did_you_mean(mode, MODES)}"
-                problems.append(Problem("--modes", "", what))
-        if unknown := model_problems(self.model):
-            problems += unknown
-        elif self.tokens > (most := longest(self.model)):
-            problems.append(Problem("--seq-len", "", f"{self.tokens}: the model's longest sequence is {most}"))
+                message = f"{mode}: allowed are {', '.join(MODES)}, {_MEGATRON_FORM}{did_you_mean(mode, MODES)}"
+                problems.append(Problem("--modes", "", message))
+        unknown_model = model_problems(self.model)
+        if unknown_model:
+            return problems + unknown_model
+        limit = longest(self.model)
+        if self.tokens > limit:
+            problems.append(Problem("--seq-len", "", f"{self.tokens}: the model's longest sequence is {limit}"))
         return problems
 
     def measure(self, folder: Path, say: Say) -> "SftResults":
@@ -87,10 +93,16 @@ class SftBench(Bench):
             f"trainer.num_ranks={self.ranks}",
             f"trainer.micro_batch_tokens={self.micro_batch}",
         ]
-        settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
-        found, interrupted = until_interrupted(run_all("sft", self.model, settings, folder, say))
-        rows = [_sft_row(mode, steps) for mode, steps in found]
-        return SftResults(self.model, self.ranks, self.tokens, self.batch, rows, interrupted)
+        settings = {mode: common + list(mode_settings(mode) or ()) + self.extra for mode in self.modes}
+        mode_steps, interrupted = until_interrupted(run_all("sft", self.model, settings, folder, say))
+        return SftResults(
+            model=self.model,
+            ranks=self.ranks,
+            tokens=self.tokens,
+            batch=self.batch,
+            rows=[_sft_row(mode, steps) for mode, steps in mode_steps],
+            interrupted=interrupted,
+        )
 
 
 @dataclass(frozen=True)
@@ -106,13 +118,13 @@ class SftRow:
 
 def _sft_row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
     times = [float(step["time/train"]) for step in steps]
-    used = [float(step["throughput/mfu"]) for step in steps[1:] if "throughput/mfu" in step]
+    shares = [float(step["throughput/mfu"]) for step in steps[1:] if "throughput/mfu" in step]
     return SftRow(
         mode=mode,
         first=times[0],
         step=median(times[1:]),
         rate=median(float(step["throughput/training"]) for step in steps[1:]),
-        mfu=median(used) if used else None,
+        mfu=median(shares) if shares else None,
     )
 
 
@@ -131,7 +143,7 @@ class SftResults(Results):
         """Return the row's rate over the first row's."""
         return row.rate / self.rows[0].rate
 
-    def derived(self, row: SftRow) -> dict[str, Any]:
+    def derived_figures(self, row: SftRow) -> dict[str, Any]:
         return {"speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:

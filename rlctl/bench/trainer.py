@@ -31,9 +31,11 @@ class BenchTrainer(SendsWeights):
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        rows: list[NamedShape] = (
-            [(each.name, each.shape) for each in adapters.tensors] if adapters else parameters_of(Path(folder))
-        )
+        rows: list[NamedShape]
+        if adapters:
+            rows = [(tensor.name, tensor.shape) for tensor in adapters.tensors]
+        else:
+            rows = parameters_of(Path(folder))
         self._weights = RandomShards(rows, rank, world, master, self._device)
         super().__init__(self._weights, rank, self._device)
 
@@ -51,7 +53,8 @@ class BenchTrainer(SendsWeights):
 
     def copy_speed(self, payload: int, rounds: int) -> Measured:
         """Copy `payload` bytes within this device's memory (on CPU: memcpy)."""
-        source, target = (torch.zeros(payload, dtype=torch.uint8, device=self._device) for _ in range(2))
+        source = torch.zeros(payload, dtype=torch.uint8, device=self._device)
+        target = torch.zeros_like(source)
 
         def work(number: int) -> Timing:
             target.copy_(source)

@@ -35,33 +35,34 @@ class RandomShards:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, master)
         self._rows = rows
-        self._held = {
-            name: torch.zeros(self._padded(shape), dtype=self._dtype, device=device) for name, shape in self._rows
+        self._tensors = {
+            name: torch.zeros(self._padded_shape(shape), dtype=self._dtype, device=device) for name, shape in self._rows
         }
 
     def fill(self, version: int) -> None:
         """Overwrite the weights with a version's."""
         for name, shape in self._rows:
-            mine = self._own(name, shape)
-            first = self._rank * self._padded(shape)[0]
-            mine.copy_(make_tensor(name, shape, version, self._dtype, self._device)[first : first + mine.shape[0]])
+            shard = self._shard_of(name, shape)
+            first = self._rank * self._padded_shape(shape)[0]
+            tensor = make_tensor(name, shape, version, self._dtype, self._device)
+            shard.copy_(tensor[first : first + shard.shape[0]])
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
         return [(name, shape, dtype or str(self._dtype).removeprefix("torch.")) for name, shape in self._rows]
 
     def shards(self) -> list[Shard]:
-        found = []
+        shards = []
         for name, shape in self._rows:
-            mine = self._own(name, shape)
-            if mine.numel():
-                start = (self._rank * self._padded(shape)[0],) + (0,) * (len(shape) - 1)
-                found.append(Shard(name, start, mine))
-        return found
+            shard = self._shard_of(name, shape)
+            if shard.numel():
+                start = (self._rank * self._padded_shape(shape)[0],) + (0,) * (len(shape) - 1)
+                shards.append(Shard(name, start, shard))
+        return shards
 
-    def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (-(-shape[0] // self._world), *shape[1:])
 
-    def _own(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _shard_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return this rank's rows without the padding of the last ranks."""
-        rows = self._padded(shape)[0]
-        return self._held[name][: max(0, min(rows, shape[0] - self._rank * rows))]
+        rows = self._padded_shape(shape)[0]
+        return self._tensors[name][: max(0, min(rows, shape[0] - self._rank * rows))]

@@ -115,9 +115,9 @@ def _config_text(model: str) -> str:
 
 def make_random_model(shape: Path, folder: Path) -> None:
     """Write a model with random weights to `folder`/model. shape: from `shape_folder`. Raises RuntimeError."""
-    made = run_module("rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick")
-    if made.returncode:
-        raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")
+    process = run_module("rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick")
+    if process.returncode:
+        raise RuntimeError(f"no random model in the shape of {shape}: {process.stderr.strip().splitlines()[-1]}")
 
 
 def make_prompts(folder: Path, count: int) -> None:
@@ -140,15 +140,17 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def grpo_run(settings: Sequence[str], given: Sequence[str]) -> SettledGrpo:
-    """Return a GRPO run, for a machine that is not known. given: overrides of `--set`, which the user has seen.
+def grpo_run(settings: Sequence[str], overrides: Sequence[str]) -> SettledGrpo:
+    """Return a GRPO run, for a machine that is not known. overrides: those of `--set`, which the user has seen.
 
     Raises ConfigError, where the user's overrides are named as they were given.
     """
     try:
-        return load("grpo", None, list(given), command_overrides=settings).settled
+        return load("grpo", None, list(overrides), command_overrides=settings).settled
     except ConfigError as error:
-        problems = (replace(each, where=re.sub(r"^override \d+: ", "--set ", each.where)) for each in error.problems)
+        problems = []
+        for problem in error.problems:
+            problems.append(replace(problem, where=re.sub(r"^override \d+: ", "--set ", problem.where)))
         raise ConfigError(problems) from None
 
 
@@ -162,8 +164,8 @@ def word_tokenizer(size: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ("<pad>", "<end>", "<unknown>")
-    names = [*special, *(f"w{index}" for index in range(len(special), size))]
+    special = ["<pad>", "<end>", "<unknown>"]
+    names = special + [f"w{index}" for index in range(len(special), size)]
     words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=special[2]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(

@@ -17,7 +17,7 @@ from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
 from rlctl.data.nested_columns import SHAREGPT_ROLES, convention, has_column, value_at
 from rlctl.data.row_columns import refuse_media, system_text
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 Messages = list[dict[str, Any]]
 
@@ -263,7 +263,7 @@ def _value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str | int | float):
-        return f"the {'text' if isinstance(value, str) else 'number'} {shortened(repr(value))}"
+        return f"the {'text' if isinstance(value, str) else 'number'} {shorten_text(repr(value))}"
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         kind = str(value["type"])
         return "a part of type 'text' without text" if kind == "text" else f"a part of type {kind!r}"

@@ -16,7 +16,7 @@ from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes, tool_schema
 from rlctl.telemetry.metrics import as_record, rows_problem
-from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shortened
+from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shorten_text
 
 NO_REWARD = "has no get_reward"
 # Characters of the name of a reward, which is part of a metric's name.
@@ -281,6 +281,6 @@ def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], r
 
 def _value_text(value: object) -> str:
     try:
-        return shortened(f"{type(value).__name__} {value!r}")
+        return shorten_text(f"{type(value).__name__} {value!r}")
     except Exception:  # repr is code of the user's
         return type(value).__name__

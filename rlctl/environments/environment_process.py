@@ -30,7 +30,7 @@ from rlctl.environments.messages import (
     read_reply,
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 from rlctl.workers.guarded_process import ENDING_TIMEOUT_S, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
@@ -227,7 +227,7 @@ def _wait_for_end(pid: int) -> None:
 
 
 def _error_line(error: Exception) -> str:
-    return shortened(f"{type(error).__name__}: {error}")
+    return shorten_text(f"{type(error).__name__}: {error}")
 
 
 async def _next_message(reader: asyncio.StreamReader) -> dict[str, Any]:

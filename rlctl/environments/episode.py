@@ -35,7 +35,7 @@ from rlctl.environments.messages import (
     ToolsCalled,
 )
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.utils.user_code import error_text, raised_at, raised_inside, shortened, trace_of
+from rlctl.utils.user_code import error_text, raised_at, raised_inside, shorten_text, trace_of
 from rlctl.workers.named_reward import NamedRewardError, named_arguments, named_value
 from rlctl.workers.user_logs import MAX_CAUSES
 
@@ -243,7 +243,7 @@ def run_action(kind: str, action: Callable[[], Any], code: Callable[..., Any], c
     try:
         return action()
     except ContractError as error:
-        return EnvironmentFailure("contract", f"{kind} broke the contract", shortened(str(error)))
+        return EnvironmentFailure("contract", f"{kind} broke the contract", shorten_text(str(error)))
     except MemoryError as error:
         return EnvironmentFailure("memory", f"{kind} raised MemoryError", error_text(error), trace_of(error))
     except BaseException as error:  # SystemExit and CancelledError too

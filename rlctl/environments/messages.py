@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rlctl.environments.contract import ContractError, Message, Reward, check_reward
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 # Numbers that an agent's process may send, and characters of a number's name.
 _MOST_NUMBERS = 64
@@ -299,7 +299,7 @@ def read_agent_message(value: object) -> AgentMessage:
             fields[name] = _read_numbers(fields[name])
         return AgentEnded(delivered, None if reward is None else check_reward(reward, "the agent"), **fields)
     except (TypeError, ValueError, KeyError) as error:
-        raise ContractError(f"no message of an agent: {shortened(str(error))}") from error
+        raise ContractError(f"no message of an agent: {shorten_text(str(error))}") from error
 
 
 def _read_numbers(value: Any) -> dict[str, int]:

@@ -30,7 +30,7 @@ from rlctl.environments.messages import (
     ResumeFunction,
     Sampled,
 )
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 # Context that belongs to no episode.
 _NO_EPISODE = Context()
@@ -88,7 +88,8 @@ def read_function(function: Any) -> EnvironmentContract:
         hint = ""
         if inspect.isfunction(function) and is_agent(function):
             hint = "; the key agent names one of (task, base_url, api_key)"
-        problems.append(f"must be `async def {shortened(name)}(task, policy)`, not a {type(function).__name__}{hint}")
+        kind = type(function).__name__
+        problems.append(f"must be `async def {shorten_text(name)}(task, policy)`, not a {kind}{hint}")
     else:
         try:
             inspect.signature(function).bind(None, None)

@@ -34,7 +34,7 @@ from rlctl.rollout.players.agent import AgentPlayer, agent_notes
 from rlctl.rollout.players.environment import EnvironmentPlayer
 from rlctl.rollout.players.episode_state import EpisodeLimits
 from rlctl.rollout.types import RolloutStart
-from rlctl.utils.user_code import load_object, looks_like_bug, shortened
+from rlctl.utils.user_code import load_object, looks_like_bug, shorten_text
 
 EPISODES = 3
 # Turns of a tried agent.
@@ -165,7 +165,7 @@ def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
     lines: dict[str, str] = {}
     for turn in chain.from_iterable(episode.turns for episode in episodes):
         if looks_like_bug(turn.raised):
-            error = shortened((turn.answer or "").removeprefix("Error: "))
+            error = shorten_text((turn.answer or "").removeprefix("Error: "))
             bug = f"it looks like a bug, since {turn.said} fits the tool's schema"
             lines.setdefault(turn.raised, f"tool {turn.tool} {turn.raised}: {error}: {bug}")
     return list(lines.values())
@@ -419,7 +419,7 @@ def signature(tool: Schema) -> str:
 
 def _type_name(schema: Schema) -> str:
     if "enum" in schema:
-        return shortened(" | ".join(map(repr, schema["enum"])))
+        return shorten_text(" | ".join(map(repr, schema["enum"])))
     if "anyOf" in schema:
         return " | ".join(_type_name(choice) for choice in schema["anyOf"])
     kind = schema.get("type", "any")

@@ -79,10 +79,10 @@ def check_machine(machine: Machine) -> list[Check]:
     few_cores = "generation and training will take turns on one core"
     return [
         python,
-        _check_amount("cores", machine.cores, least=2, finding=str(machine.cores), fix=few_cores),
-        _check_bytes("memory", machine.memory, least=4 * GIB, fix="the tiny run needs about 4 GiB"),
-        _check_bytes("/dev/shm", machine.shm, least=GIB, fix="in a container: docker run --shm-size=2g"),
-        _check_bytes("disk", machine.disk_free, least=5 * GIB, fix="free some, or set run.dir", suffix=" free"),
+        _check_amount("cores", machine.cores, minimum=2, finding=str(machine.cores), fix=few_cores),
+        _check_bytes("memory", machine.memory, minimum=4 * GIB, fix="the tiny run needs about 4 GiB"),
+        _check_bytes("/dev/shm", machine.shm, minimum=GIB, fix="in a container: docker run --shm-size=2g"),
+        _check_bytes("disk", machine.disk_free, minimum=5 * GIB, fix="free some, or set run.dir", suffix=" free"),
     ]
 
 
@@ -220,14 +220,14 @@ def _package_version(name: str) -> str:
     return ""
 
 
-def _check_amount(name: str, amount: int, least: int, finding: str, fix: str) -> Check:
-    if amount < least:
+def _check_amount(name: str, amount: int, minimum: int, finding: str, fix: str) -> Check:
+    if amount < minimum:
         return Check(name, "warning", finding, fix)
     return Check(name, "ok", finding)
 
 
-def _check_bytes(name: str, count: int, least: int, fix: str, suffix: str = "") -> Check:
-    return _check_amount(name, count, least=least, finding=f"{_gib(count)}{suffix}", fix=fix)
+def _check_bytes(name: str, count: int, minimum: int, fix: str, suffix: str = "") -> Check:
+    return _check_amount(name, count, minimum=minimum, finding=f"{_gib(count)}{suffix}", fix=fix)
 
 
 def _gib(count: int) -> str:

@@ -79,7 +79,7 @@ class BroadcastSender(SenderTransport):
 
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
         if number >= self._spec.num_buffers:
-            packing.after(self._sent[number - self._spec.num_buffers])
+            packing.follow_mark(self._sent[number - self._spec.num_buffers])
         return number % self._spec.num_buffers
 
     def publish(self, number: int, slot: int, packed: Span) -> None:
@@ -93,7 +93,7 @@ class BroadcastSender(SenderTransport):
             self._pieces[number, slot] = _chunk_pieces(chunk, slot, self._ring, self._source.view)
         with self._wire as stream:
             self._receive_until(chunk)
-            stream.after(packed[1])
+            stream.follow_mark(packed[1])
             self._joined_group.broadcast(self._source.rank, self._pieces[number, slot], self._source.plan.names(chunk))
             self._queued_chunks += 1
             self._sent.append(stream.mark())
@@ -103,19 +103,19 @@ class BroadcastSender(SenderTransport):
         summed = packing.mark()
         with self._wire as stream:
             self._receive_until(None)
-            stream.after(summed)
+            stream.follow_mark(summed)
             self._exchange(checksums, "the checksums")
             self._sent.append(stream.mark())
 
     def finish(self) -> None:
         def message() -> str:
-            done = sum(end.reached() for end in self._sent)
+            done = sum(end.is_reached() for end in self._sent)
             part = "the checksums"
             if done < len(self._chunks):
                 part = f"chunk {done + 1} of {len(self._chunks)} ({self._source.plan.names(self._chunks[done])})"
             return f"refit: trainer rank {self._source.rank} waited {{}} for the engine workers to receive {part}"
 
-        while not self._sent[-1].reached():
+        while not self._sent[-1].is_reached():
             self._deadline.check(message)
         if self._dropped:
             raise PeerLost(self._dropped)
@@ -209,7 +209,7 @@ class _Wire:
 
     def await_words(self, owner: int, deadline: Deadline, message: str) -> list[int]:
         """Return the words of an owner that were queued last. message: that of a deadline that passes."""
-        while not self._arrival.reached():
+        while not self._arrival.is_reached():
             deadline.check(lambda: message)
         words: list[int] = self._host[self._parts[owner]].tolist()
         return words
@@ -280,14 +280,14 @@ class BroadcastReceiver(ReceiverTransport):
             self._pieces[number, slot] = _chunk_pieces(chunk, slot, self._ring, self._sink.target)
         with wire.stream as stream:
             if number >= self._slots:
-                stream.after(self._load_ends[number - self._slots])
+                stream.follow_mark(self._load_ends[number - self._slots])
             if not number:
                 self._wire_start = stream.mark()
             wire.group.broadcast(chunk.owner, self._pieces[number, slot], self._plan.names(chunk))
             self._arrival = stream.mark()
         if number in self._ends:
             self._queue_sums(self._ends[number])
-        self._loading.after(self._arrival)
+        self._loading.follow_mark(self._arrival)
         return slot, self._loading
 
     def _queue_sums(self, wire: _Wire) -> None:

@@ -64,7 +64,7 @@ class RefitByNode:
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring `fresh` engines and those `behind` to a version on their nodes, see `Refit.resend`."""
-        nodes = {node_of(engine.worker) for engine in (*fresh, *behind)}
+        nodes = {node_of(engine.worker) for engine in fresh + behind}
         engines_of_nodes = [engine for engine in engines if node_of(engine.worker) in nodes]
 
         def resend_to_node(refit: Refit, node_engines: list[EngineEnd]) -> None:

@@ -163,7 +163,7 @@ class StreamingChecksums:
         """Queue the checksums of items that are not moved, on a separate stream once `arrived` is reached."""
         if tensors:
             with self._stream as stream:
-                stream.after(arrived)
+                stream.follow_mark(arrived)
                 self.queue(tensors, tensors.__getitem__, slot)
 
     def all(self) -> Tensor | None:
@@ -181,7 +181,7 @@ class StreamingChecksums:
         if self._values is None:
             with self._stream as stream:
                 if queued_on:
-                    stream.after(queued_on.mark())
+                    stream.follow_mark(queued_on.mark())
                 self._values = dict(zip(self._numbers, self._totals.all().tolist())) if self._numbers else {}
         return self._values
 

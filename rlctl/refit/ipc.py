@@ -109,7 +109,7 @@ class IpcSender(SenderTransport):
         packed = self._packed
         while words[_READY] < self._sent + len(packed):
             _, end = packed[int(words[_READY]) - self._sent]
-            if not end.reached():
+            if not end.is_reached():
                 break
             words[_READY] += 1
         return self._sent + len(packed) - int(words[_READY])

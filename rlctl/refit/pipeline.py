@@ -24,7 +24,7 @@ from rlctl.refit.refit_plan import Chunk, RefitPlan
 from rlctl.refit.shared_counters import Deadline
 from rlctl.refit.weight_sink import BatchedCopy, WeightSink
 from rlctl.refit.weight_source import WeightSource
-from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, total_seconds
 
 
 class ChunkBuffers(Protocol):
@@ -179,7 +179,7 @@ class ChunkSender:
                 raise
         seconds = time.perf_counter() - begin
         return SendReport(
-            pack=elapsed(packed),
+            pack=total_seconds(packed),
             wire=self._transport.wire,
             seconds=seconds,
             bytes=self._size,
@@ -388,7 +388,7 @@ class ChunkReceiver:
         for queue in self._loading.values():
             while queue:
                 chunk, (begin, end) = queue[0]
-                if not end.reached():
+                if not end.is_reached():
                     unfinished = unfinished or chunk
                     break
                 queue.popleft()

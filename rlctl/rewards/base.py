@@ -7,7 +7,15 @@ from typing import Any
 
 from rlctl.config.errors import UserError
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.utils.user_code import defined_at, error_text, finite_number, raised_at, several_numbers, shortened, trace_of
+from rlctl.utils.user_code import (
+    defined_at,
+    error_text,
+    finite_number,
+    raised_at,
+    several_numbers,
+    shorten_text,
+    trace_of,
+)
 
 # Kind of the failure of a function that gets the instances of environments, called without an episode.
 NEEDS_EPISODE = "takes environments, and there is no episode"
@@ -104,11 +112,11 @@ def attempt(reward: Reward, item: RewardInput) -> Outcome:
         number = finite_number(value)
     except RewardError as error:
         kind, _, detail = str(error).partition(": ")
-        return RewardFailure(kind, detail=shortened(detail))
+        return RewardFailure(kind, detail=shorten_text(detail))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too
         where = raised_at(error, function, __file__)
         return RewardFailure(f"raised {type(error).__name__}", where, error_text(error), trace_of(error))
     if number is not None or (value is None and reward.may_abstain):
         return number
-    detail = shortened(f"returned {reprlib.repr(value)}") + several_numbers(value)
+    detail = shorten_text(f"returned {reprlib.repr(value)}") + several_numbers(value)
     return RewardFailure("no finite number", defined_at(function), detail)

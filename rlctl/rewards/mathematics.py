@@ -34,7 +34,7 @@ from sympy import (
 
 from rlctl.rewards.answer_reading import Reference, has_words, plain_signs, read_choice, read_formula, read_reference
 from rlctl.rewards.final_answer import FinalAnswer, find_answers
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 # The library takes about 20 ms for a token and 0.4 s for a level of brackets.
 _MOST_TOKENS = 150
@@ -92,7 +92,7 @@ def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
     examples: dict[str, list[str]] = {}
     for row, answer in answers:
         kind, text = _describe(read_reference(answer))
-        examples.setdefault(kind, []).append(f"{row}, {shortened(repr(answer))}{text}")
+        examples.setdefault(kind, []).append(f"{row}, {shorten_text(repr(answer))}{text}")
     return [
         f"math_verify reads {len(rows)} of {len(answers)} answers as {kind}: {rows[0]}"
         for kind, rows in examples.items()

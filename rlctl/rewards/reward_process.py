@@ -14,7 +14,7 @@ from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError
-from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shortened
+from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shorten_text
 from rlctl.workers.guarded_process import BadReply, Channel, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), possibly on a busy machine
@@ -106,7 +106,7 @@ class RewardWorker:
             outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
         except BadReply as error:
             self.stop()
-            outcomes.append(RewardFailure(_FOREIGN, detail=shortened(str(error))))
+            outcomes.append(RewardFailure(_FOREIGN, detail=shorten_text(str(error))))
         except (EOFError, ConnectionError):
             outcomes.append(RewardFailure(_ENDED, detail=self._process.ending()))
         return outcomes

@@ -27,7 +27,7 @@ from rlctl.rollout.runner import SLICE, RolloutRunner
 from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Rollout, RolloutGroup, RolloutStart, Sampling, Waste
 from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
-from rlctl.utils.event_loop import within
+from rlctl.utils.event_loop import wait_until_set
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
@@ -266,7 +266,7 @@ class RolloutBuffer:
             cause = self._groups.waits_for()
             if groups is not None or cause != span_cause or self._dispatcher.has_lost:
                 return groups, cause
-            if not await within(self._changed, end - self._events.now()):
+            if not await wait_until_set(self._changed, end - self._events.now()):
                 return groups, cause
 
     def _look_after(self) -> None:

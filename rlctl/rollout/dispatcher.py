@@ -24,6 +24,7 @@ engines and turns. Engines are replaced on the training thread, in `repair`, whi
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
 
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
@@ -35,7 +36,7 @@ from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.turn_placement import TurnPlacement
 from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
-from rlctl.utils.event_loop import EventLoop, within
+from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied
 
 # Longer than an engine that answers takes to be collected from.
@@ -179,7 +180,7 @@ class RolloutDispatcher:
             end = self.events.now() + TICK_S
             while len(ended) < num_rollouts and not self.has_lost:
                 self.news.clear()
-                if not await within(self.news, end - self.events.now()):
+                if not await wait_until_set(self.news, end - self.events.now()):
                     break
             return len(ended) == num_rollouts
 
@@ -226,7 +227,7 @@ class RolloutDispatcher:
     @property
     def aborted_tokens(self) -> int:
         """Sampled tokens of aborted turns, so far."""
-        return self._late_tokens + sum(queue.aborted_tokens for queue in [*self._queues, *self._replaced])
+        return self._late_tokens + sum(queue.aborted_tokens for queue in chain(self._queues, self._replaced))
 
     def engines(self) -> list[EngineStatus]:
         """Return the state of every engine."""
@@ -274,7 +275,7 @@ class RolloutDispatcher:
             self._emptied.clear()
             if not any(queue.turns and not queue.lost for queue in self._queues):
                 return True
-            if not await within(self._emptied, end - self.events.now()):
+            if not await wait_until_set(self._emptied, end - self.events.now()):
                 return False
 
     async def _resume(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.generation.engine import ENOUGH, GATHER_MOST_S, Engine, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
-from rlctl.utils.event_loop import EventLoop, within
+from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
@@ -211,7 +211,7 @@ class EngineQueue:
             seconds = self._gather_until() - self._events.now()
             if seconds > 0:
                 self._hurry.clear()
-                await within(self._hurry, seconds)
+                await wait_until_set(self._hurry, seconds)
                 continue
             method, arguments = self._orders.popleft()
             self._orders_since = self._events.now()

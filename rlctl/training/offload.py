@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlctl.preflight.backend import STATES, State
 from rlctl.preflight.memory import PHASES, Phase, Place, Residency
-from rlctl.utils.device_stream import DeviceStream, Span, elapsed
+from rlctl.utils.device_stream import DeviceStream, Span, total_seconds
 
 # Bytes: each tensor begins at a multiple of this in the buffer, which suits copy engines and every dtype.
 _ALIGNED = 512
@@ -84,9 +84,9 @@ class OffloadedTensors:
     def take_seconds(self) -> float:
         """Take the seconds of the copies that ended since the last call, with any work meanwhile."""
         # Copies end in their order.
-        ended_copies = [span for span in self._copies if span[1].reached()]
+        ended_copies = [span for span in self._copies if span[1].is_reached()]
         self._copies = self._copies[len(ended_copies) :]
-        return elapsed(ended_copies)
+        return total_seconds(ended_copies)
 
     def at_hand(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or a view of its bytes in the host buffer if it is there. Nothing is copied."""

@@ -133,10 +133,10 @@ class StateCopies:
         """Return memory that is there, not only promised. Raises RuntimeError if the host has too little."""
         buffer_size = sum(map(_align_size, sizes))
         free = psutil.virtual_memory().available
-        needed = buffer_size * self._ranks_here
-        if needed > _MOST_OF_FREE * free:
+        size_of_all_ranks = buffer_size * self._ranks_here
+        if size_of_all_ranks > _MOST_OF_FREE * free:
             raise RuntimeError(
-                f"copies of the state take {needed / 2**30:.1f} GiB of host memory, "
+                f"copies of the state take {size_of_all_ranks / 2**30:.1f} GiB of host memory, "
                 f"of which {free / 2**30:.1f} GiB are free"
             )
         buffer = torch.empty(buffer_size, dtype=torch.uint8)
@@ -186,7 +186,7 @@ def locked_parts(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def shards_by_id(state: Shards, weights: Shards) -> dict[int, TensorShard]:
     """Return the shards of both by their identity: most weights are in both, and each is copied once."""
-    return {id(shard): shard for shard in (*state.values(), *weights.values())}
+    return {id(shard): shard for shard in chain(state.values(), weights.values())}
 
 
 class ExportJob(Protocol):

@@ -13,7 +13,7 @@ class DeviceEvent:
         self.event = event
         self._time = time.perf_counter()
 
-    def reached(self) -> bool:
+    def is_reached(self) -> bool:
         """Return True if the device has reached the point."""
         return self.event is None or bool(self.event.query())
 
@@ -78,7 +78,7 @@ class DeviceStream:
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
-    def after(self, mark: DeviceEvent | None) -> None:
+    def follow_mark(self, mark: DeviceEvent | None) -> None:
         """Queue behind a point of another stream."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark.event)
@@ -100,6 +100,6 @@ class DeviceStream:
 Span = tuple[DeviceEvent, DeviceEvent]
 
 
-def elapsed(spans: list[Span]) -> float:
+def total_seconds(spans: list[Span]) -> float:
     """Return the seconds between the points of each pair, summed."""
     return sum(end.seconds_since(begin) for begin, end in spans)

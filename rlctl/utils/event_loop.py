@@ -72,7 +72,7 @@ class EventLoop:
         if not self._closed.is_set() and threading.current_thread() in (self._thread, self._closer):
             raise RuntimeError(WAITS_FOR_ITSELF)
         if not self._closed.wait(ANSWER_S):
-            raise blocked(ANSWER_S)
+            raise no_answer(ANSWER_S)
         return function()
 
     def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
@@ -102,7 +102,7 @@ class EventLoop:
             if future.done() and not future.cancelled():
                 raise
             future.cancel()
-            raise blocked(deadline_s) from None
+            raise no_answer(deadline_s) from None
 
     def spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
         """Begin a task that nobody need await, on the loop's thread. Keep its error.
@@ -208,7 +208,7 @@ def refusal(work: Coroutine[Any, Any, Any], reason: str) -> RuntimeError:
     return RuntimeError(reason)
 
 
-def blocked(deadline_s: float) -> RuntimeError:
+def no_answer(deadline_s: float) -> RuntimeError:
     """Return the error of a loop that did not answer in time."""
     return RuntimeError(f"the event loop did not answer for {deadline_s:.0f} s: something blocks it")
 
@@ -230,7 +230,7 @@ async def done(future: "Future[Any]") -> None:
     await ended
 
 
-async def within(event: asyncio.Event, seconds: float) -> bool:
+async def wait_until_set(event: asyncio.Event, seconds: float) -> bool:
     """Wait until `event` is set, at most for some seconds; return True if it is."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,7 +57,7 @@ def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str
         if "*" in hosts:
             exempt[name] = "*"
         else:
-            exempt[name] = ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS, *addresses]))
+            exempt[name] = ",".join(dict.fromkeys(chain(hosts, _LOCAL_HOSTS, addresses)))
     return exempt
 
 

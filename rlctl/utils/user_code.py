@@ -145,7 +145,7 @@ def _is_users(file: str) -> bool:
 
 def error_text(error: BaseException) -> str:
     """Return the error's message as one short line."""
-    return shortened(message_of(error))
+    return shorten_text(message_of(error))
 
 
 def message_of(error: BaseException) -> str:
@@ -156,7 +156,7 @@ def message_of(error: BaseException) -> str:
         return f"its __str__ raised {type(second).__name__}"
 
 
-def shortened(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return the text as one line of at most `MAX_DETAIL` characters."""
     line = " ".join(text[: 4 * MAX_DETAIL].split())
     return line if len(line) <= MAX_DETAIL and len(text) <= 4 * MAX_DETAIL else f"{line[:MAX_DETAIL]}..."

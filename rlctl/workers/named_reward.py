@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from rlctl.utils.user_code import defined_at, finite_number, several_numbers, shortened
+from rlctl.utils.user_code import defined_at, finite_number, several_numbers, shorten_text
 
 # Parameters that tell such a function from one of (prompt, completion, answer, row).
 _NAMES = ("environments", "prompts", "completions")
@@ -103,7 +103,7 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
     value = result[0] if is_list else result
     number = finite_number(value)
     if number is None and value is not None:
-        description = shortened(repr(value)) + several_numbers(value)
+        description = shorten_text(repr(value)) + several_numbers(value)
         raise NamedRewardError(f"no finite number at {defined_at(function)}: {description}")
     return number
 
@@ -113,5 +113,5 @@ def verl_value(function: Callable[..., Any], result: Any) -> float:
     value = result["score"] if isinstance(result, Mapping) and "score" in result else result
     number = finite_number(value)
     if number is None:
-        raise NamedRewardError(f"no finite number at {defined_at(function)}: {shortened(repr(result))}")
+        raise NamedRewardError(f"no finite number at {defined_at(function)}: {shorten_text(repr(result))}")
     return number

@@ -21,7 +21,7 @@ from typing import Any
 
 from rlctl.environments.agents.agent_episode import AgentLaunch
 from rlctl.environments.outcomes import NOT_STARTED, EnvironmentFailure
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 from rlctl.workers import supervisor
 
 # Seconds between SIGTERM and SIGKILL for a command's processes.
@@ -149,7 +149,7 @@ class _Command:
             number = -code if code < 0 else code - _BY_SIGNAL
             # Other codes above 128 are exits: ssh and `sys.exit(-1)` exit with 255.
             ending = f"was ended by signal {number}" if number in signal.valid_signals() else f"exited with {code}"
-            outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {ending}", shortened(last_line))
+            outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {ending}", shorten_text(last_line))
         self._call.on_end(outcome)
 
     def _pass_output(self) -> None:

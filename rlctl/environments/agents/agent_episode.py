@@ -22,7 +22,7 @@ from rlctl.environments.contract import ContractError, EnvironmentContract, Mess
 from rlctl.environments.episode import OpenAction, Reply
 from rlctl.environments.messages import AgentEnded, BeginAgent, CloseEpisode, EpisodeMessage, ResumeAgent
 from rlctl.environments.outcomes import NOT_STARTED, UNREACHED, EnvironmentFailure
-from rlctl.utils.user_code import looks_like_bug, shortened
+from rlctl.utils.user_code import looks_like_bug, shorten_text
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class AgentEpisode:
         try:
             reward = None if outcome is None else check_reward(outcome, "the agent")
         except ContractError as error:
-            self._open.answer(EnvironmentFailure("contract", "the agent broke the contract", shortened(str(error))))
+            self._open.answer(EnvironmentFailure("contract", "the agent broke the contract", shorten_text(str(error))))
             return
         ended = AgentEnded(
             delivered=waits.delivered,

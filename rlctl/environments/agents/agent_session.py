@@ -311,10 +311,10 @@ class AgentSession:
         # Instructions belong to one request alone.
         instructions = [message for message in request.messages if message["role"] == "system"]
         earlier = [message for message in previous.messages if message["role"] != "system"]
-        added = [message for message in request.messages if message["role"] != "system"]
+        new_messages = [message for message in request.messages if message["role"] != "system"]
         return replace(
             request,
-            messages=check_messages([*instructions, *earlier, turn_message(turn), *added]),
+            messages=check_messages(instructions + earlier + [turn_message(turn)] + new_messages),
             tools=request.tools or previous.tools,
             template_kwargs=request.template_kwargs or previous.template_kwargs,
             size=request.size + previous.size,

@@ -22,7 +22,7 @@ from rlctl.environments.agents.client_request import ClientRequest, RefusedError
 from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 # Requests that a new one is compared with, to name the rewritten part.
 _COMPARED = 16
@@ -255,7 +255,7 @@ class SessionHistory:
                 reason = str(error)
             except Exception as error:  # any error of a template, or of a tokenizer that refuses the text
                 reason = f"the chat template refuses the messages: {type(error).__name__}: {error}"
-        raise RefusedError(shortened(reason))
+        raise RefusedError(shorten_text(reason))
 
     def _nearest_request(self, keys: list[str]) -> tuple[int, list[str]]:
         """Return how many first keys the nearest earlier request shares, and that request's keys."""

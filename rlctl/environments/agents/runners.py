@@ -15,7 +15,7 @@ from rlctl.environments import seeding
 from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.coroutine_loop import CoroutineLoop
 from rlctl.environments.episode import run_action
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 Agent = Callable[[AgentTask, str, str], Any]
 # Event loop of all agents that are coroutines.
@@ -33,7 +33,7 @@ def read_agent(function: Any) -> list[str]:
     try:
         inspect.signature(function).bind(None, None, None)
     except TypeError as error:
-        return [f"is called as {shortened(name)}(task, base_url, api_key): {error}"]
+        return [f"is called as {shorten_text(name)}(task, base_url, api_key): {error}"]
     return []
 
 

@@ -6,6 +6,7 @@ tensor-parallel rank, replicated heads). They end in plain copies, which are rec
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def _iterate_unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each attribute, in no storage of a parameter or buffer."""
-    registered = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    registered = {tensor.untyped_storage().data_ptr() for tensor in chain(model.parameters(), model.buffers())}
     for module_name, module in model.named_modules():
         for attribute_name, attribute in vars(module).items():
             if attribute_name in _NO_WEIGHTS:

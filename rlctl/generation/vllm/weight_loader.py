@@ -21,7 +21,7 @@ from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.protocol import Header, LiveProof, LoadMode, Mode, ReceiveReport, RefitError
 from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.weight_sink import WeightSink, WholeTensorSink
-from rlctl.utils.device_stream import Span, elapsed, mark_here
+from rlctl.utils.device_stream import Span, mark_here, total_seconds
 
 # Left free, apart from the shadow parameters, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
@@ -105,7 +105,7 @@ class WeightReceiver:
         assert self._committing, "commit comes before commit_seconds"
         device_span, host_seconds = self._committing
         _, device_end = device_span
-        return max(host_seconds, elapsed([device_span])) if device_end.reached() else None
+        return max(host_seconds, total_seconds([device_span])) if device_end.is_reached() else None
 
     def close(self) -> None:
         """Leave the transport; a thread that still receives ends with an error."""

@@ -22,7 +22,7 @@ from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
 from rlctl.rollout.types import Rollout
-from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at, shortened
+from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at, shorten_text
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
@@ -266,7 +266,7 @@ def _call_advantage(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | 
         ) from error
     if not hasattr(advantages, "__len__"):
         raise AdvantageShapeError(
-            f"{kind.__name__} returned {shortened(repr(advantages))} at {defined_at(kind.__call__)}; "
+            f"{kind.__name__} returned {shorten_text(repr(advantages))} at {defined_at(kind.__call__)}; "
             f"return an advantage for each of {len(rollouts)} rollouts"
         )
     return advantages

@@ -18,7 +18,7 @@ from rlctl.environments.tool_schema import Schema
 from rlctl.rollout.players.episode_state import EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.policy import Policy
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import shorten_text
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ToolLoop:
         except DataError:
             raise
         except Exception as error:  # any error of a template, or of a tokenizer that refuses the text
-            reason = shortened(f"{type(error).__name__}: {error}")
+            reason = shorten_text(f"{type(error).__name__}: {error}")
             raise DataError(f"the chat template refuses the messages of this episode: {reason}") from error
         if episode.leaf < 0:
             self.note_spelled(episode, prompt.spelled)

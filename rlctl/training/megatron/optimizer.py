@@ -8,6 +8,7 @@ parameters.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class Optimizer:
 
 def gradients(ddp: Any) -> list[Tensor]:
     """Return the buffers of all gradients of a model in Megatron's DistributedDataParallel, float32."""
-    return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    return [buffer.grad_data for buffer in chain(ddp.buffers, ddp.expert_parallel_buffers)]
 
 
 def _optimizer_config(section: TrainerSettings, dtype: torch.dtype) -> OptimizerConfig:

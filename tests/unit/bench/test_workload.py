@@ -14,7 +14,7 @@ from rlctl.bench.sft import SftBench
 from rlctl.bench.workload import SHAPES, shape_folder
 
 
-def users_folder(parent: Path) -> Path:
+def make_users_folder(parent: Path) -> Path:
     """Return a model folder whose own tokenizer has only its settings."""
     folder = parent / "mine"
     folder.mkdir()
@@ -23,58 +23,83 @@ def users_folder(parent: Path) -> Path:
     return folder
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def make_grpo_bench(model: str, gpus: int, modes: list[str]) -> GrpoBench:
+    """Return a small bench on a machine with `gpus` GPUs."""
+    return GrpoBench(
+        model=model,
+        installed=gpus,
+        gpus=gpus,
+        trainers=1,
+        prompts=2,
+        generations=2,
+        steps=2,
+        age=1,
+        lengths=(32.0, 1.0, 192),
+        modes=modes,
+        extra=[],
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [None, "{}"])
 def test_a_users_folder_is_only_read_and_a_word_is_a_token(tmp_path: Path, tokenizer: str | None) -> None:
-    mine = users_folder(tmp_path)
+    users_model = make_users_folder(tmp_path)
     parent = tmp_path / "bench"
     parent.mkdir()
     if tokenizer:
-        (mine / "tokenizer.json").write_text(tokenizer)
-    before = files(mine)
-    shape = shape_folder(str(mine), parent)
-    assert files(mine) == before
-    assert set(files(shape)) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert files(shape)["config.json"] == before["config.json"]
-    assert files(shape)["tokenizer_config.json"] != before["tokenizer_config.json"]
+        (users_model / "tokenizer.json").write_text(tokenizer)
+    before = read_files(users_model)
+    shape = shape_folder(str(users_model), parent)
+    assert read_files(users_model) == before
+    assert set(read_files(shape)) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert read_files(shape)["config.json"] == before["config.json"]
+    assert read_files(shape)["tokenizer_config.json"] != before["tokenizer_config.json"]
     words = AutoTokenizer.from_pretrained(shape)
     assert len(words) == SHAPES["tiny"]["vocab_size"]
     assert len(words("w3 w31999 w17")["input_ids"]) == 3
 
 
-class Stopped(Exception):
-    pass
+class StoppedError(Exception):
+    """The end of a bench before it starts a process."""
 
 
 def test_the_benches_that_make_data_take_the_shape_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = users_folder(tmp_path)
-    before = files(mine)
+    users_model = make_users_folder(tmp_path)
+    before = read_files(users_model)
     for starter in ("subprocess.run", "rlctl.bench.workload.run_module"):
-        monkeypatch.setattr(starter, Mock(side_effect=Stopped))
+        monkeypatch.setattr(starter, Mock(side_effect=StoppedError))
     benches: list[Bench] = [
-        SftBench(str(mine), 0, 1, 128, 8, 8192, 1, ["eager"], []),
-        GrpoBench(str(mine), 0, 0, 1, 2, 2, 2, 1, (32.0, 1.0, 192), ["colocated"], []),
-        OffloadBench(str(mine), "fsdp", [], 128, 1, 1, "cpu"),
+        SftBench(
+            model=str(users_model),
+            gpus=0,
+            ranks=1,
+            tokens=128,
+            batch=8,
+            micro_batch=8192,
+            steps=1,
+            modes=["eager"],
+            extra=[],
+        ),
+        make_grpo_bench(str(users_model), gpus=0, modes=["colocated"]),
+        OffloadBench(model=str(users_model), backend="fsdp", settings=[], tokens=128, batch=1, steps=1, device="cpu"),
     ]
     for bench in benches:
         assert bench.check() == []
         folder = tmp_path / type(bench).__name__
         folder.mkdir()
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             bench.measure(folder, print)
-        shape = files(folder / "shape")
-        assert shape["config.json"] == before["config.json"]
-        assert b"mine" not in shape["tokenizer_config.json"]
-    assert files(mine) == before
+        shape_files = read_files(folder / "shape")
+        assert shape_files["config.json"] == before["config.json"]
+        assert b"mine" not in shape_files["tokenizer_config.json"]
+    assert read_files(users_model) == before
 
 
 def test_one_gpu_measures_the_colocated_run_alone() -> None:
-    def problems(modes: list[str]) -> list[str]:
-        return [str(each) for each in GrpoBench("tiny", 1, 1, 1, 2, 2, 2, 1, (32.0, 1.0, 192), modes, []).check()]
-
-    assert problems(["colocated"]) == []
-    what = "apart, in-flight: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
-    assert problems(["colocated", "apart", "in-flight"]) == [f"--modes: {what}"]
+    assert make_grpo_bench("tiny", gpus=1, modes=["colocated"]).check() == []
+    problems = make_grpo_bench("tiny", gpus=1, modes=["colocated", "apart", "in-flight"]).check()
+    message = "apart, in-flight: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
+    assert list(map(str, problems)) == [f"--modes: {message}"]

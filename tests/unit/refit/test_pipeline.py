@@ -18,7 +18,7 @@ class SlowEvent(DeviceEvent):
         super().__init__(None)
         self.calls = 0
 
-    def reached(self) -> bool:
+    def is_reached(self) -> bool:
         self.calls += 1
         return self.calls >= 3
 
