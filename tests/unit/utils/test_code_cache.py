@@ -101,34 +101,34 @@ def test_a_link_leads_to_a_folder_that_is_looked_at_too(root: Path) -> None:
 
 
 def test_each_living_engine_has_a_folder_of_its_own_and_the_next_run_finds_it_again(root: Path) -> None:
-    hold = f"from rlctl.utils.code_cache import keep_code; keep_code(engine=True); {SHOW}; input()"
-    living = [
-        subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    program = f"from rlctl.utils.code_cache import keep_code; keep_code(engine=True); {SHOW}; input()"
+    engines = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    names = [json.loads(process.stdout.readline()) for process in living if process.stdout]
-    for process in living:
-        process.communicate("\n")
-    assert {Path(each["VLLM_CACHE_ROOT"]).name for each in names} == {"vllm-0", "vllm-1"}
-    assert names[0]["TRITON_CACHE_DIR"] == names[1]["TRITON_CACHE_DIR"]
+    variables = [json.loads(engine.stdout.readline()) for engine in engines if engine.stdout]
+    for engine in engines:
+        engine.communicate("\n")
+    assert {Path(folders["VLLM_CACHE_ROOT"]).name for folders in variables} == {"vllm-0", "vllm-1"}
+    assert variables[0]["TRITON_CACHE_DIR"] == variables[1]["TRITON_CACHE_DIR"]
     keep_code(engine=True)
     assert Path(os.environ["VLLM_CACHE_ROOT"]).name == "vllm-0"
 
 
 def test_code_of_other_versions_goes_after_thirty_days(root: Path) -> None:
     keep_code()
-    [mine] = root.iterdir()
-    old = root / "other"
-    old.mkdir()
-    (old / "used").touch()
-    (old / "code").write_bytes(b"x" * 1000)
+    [current_folder] = root.iterdir()
+    old_folder = root / "other"
+    old_folder.mkdir()
+    (old_folder / "used").touch()
+    (old_folder / "code").write_bytes(b"x" * 1000)
     assert kept_bytes() >= 1000
     forget_old_code()
-    assert old.exists()
-    then = time.time() - 31 * 24 * 3600
-    os.utime(old / "used", (then, then))
+    assert old_folder.exists()
+    last_use = time.time() - 31 * 24 * 3600
+    os.utime(old_folder / "used", (last_use, last_use))
     forget_old_code()
-    assert mine.exists() and not old.exists()
+    assert current_folder.exists() and not old_folder.exists()
 
 
 def test_a_disk_that_is_full_or_read_only_ends_no_run(root: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -67,30 +67,30 @@ def test_the_machine_has_the_devices_that_runs_see(
     tool.write_text(f"#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: A\\nGPU 1: B\\n' || printf '{SMI}'\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    found = read_machine(tmp_path).gpus
-    assert [gpu.memory >> 20 for gpu in found] == memories
-    assert len(found) == count_gpus()
+    gpus = read_machine(tmp_path).gpus
+    assert [gpu.memory >> 20 for gpu in gpus] == memories
+    assert len(gpus) == count_gpus()
 
 
-def nvml(use: dict[int, Any]) -> SimpleNamespace:
-    """use: percent by index, or the error of reading it."""
+def make_driver(use: dict[int, Any]) -> SimpleNamespace:
+    """Return a driver's library. use: percent by index, or the error of reading it."""
 
-    def rates(index: int) -> SimpleNamespace:
+    def read_rates(index: int) -> SimpleNamespace:
         if isinstance(use[index], Exception):
             raise use[index]
         return SimpleNamespace(gpu=use[index])
 
     return SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetUtilizationRates=rates
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda index: index, nvmlDeviceGetUtilizationRates=read_rates
     )
 
 
 @pytest.mark.parametrize(
     ("driver", "visible", "share"),
     [
-        (nvml({0: 50, 1: 100}), "0,1", 0.75),
-        (nvml({0: 50, 1: RuntimeError("GPU is lost")}), "0,1", math.nan),
-        (nvml({}), "", math.nan),
+        (make_driver({0: 50, 1: 100}), "0,1", 0.75),
+        (make_driver({0: 50, 1: RuntimeError("GPU is lost")}), "0,1", math.nan),
+        (make_driver({}), "", math.nan),
         (None, "0", math.nan),
     ],
 )
@@ -100,23 +100,23 @@ def test_use_that_cannot_be_told_is_left_out_and_ends_no_run(
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert utilization_meter("cuda")() == pytest.approx(share, nan_ok=True)
-    read = ResourceMonitor("cuda", {}).read()
-    assert read["memory/driver_gib"] > 0
-    assert ("device/utilization" in read) == (not math.isnan(share))
+    metrics = ResourceMonitor("cuda", {}).read()
+    assert metrics["memory/driver_gib"] > 0
+    assert ("device/utilization" in metrics) == (not math.isnan(share))
 
 
 @pytest.fixture
-def three(monkeypatch: pytest.MonkeyPatch) -> None:
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 4, 7})
 
 
 @pytest.mark.parametrize(
     ("quota", "cores"), [("max 100000", 3), ("200000 100000", 2), ("50000 100000", 1), ("900000 100000", 3), ("", 3)]
 )
-def test_affinity_and_quota_both_bound_them(three: None, tmp_path: Path, quota: str, cores: int) -> None:
+def test_affinity_and_quota_both_bound_them(three_cores: None, tmp_path: Path, quota: str, cores: int) -> None:
     (tmp_path / "cpu.max").write_text(quota + "\n")
     assert usable_cores(tmp_path / "cpu.max") == cores
 
 
-def test_without_control_groups_the_affinity_counts(three: None, tmp_path: Path) -> None:
+def test_without_control_groups_the_affinity_counts(three_cores: None, tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "cpu.max") == 3

@@ -16,7 +16,7 @@ import pytest
 from rlctl.utils.event_loop import WAITS_FOR_ITSELF, EventLoop
 from tests.virtual_events import VirtualEvents
 
-LATE_S = random.Random(0)
+RANDOM = random.Random(0)
 
 
 class Tasks:
@@ -29,7 +29,7 @@ class Tasks:
     async def begin(self, depth: int) -> None:
         self.count += 1
         try:
-            await asyncio.sleep(LATE_S.choice([0, 0.0005, 1000]))
+            await asyncio.sleep(RANDOM.choice([0, 0.0005, 1000]))
         finally:
             if depth:
                 self.events.loop.create_task(self.begin(depth - 1))
@@ -42,19 +42,19 @@ class Tasks:
 
 
 def test_a_thousand_loops_close_while_tasks_begin_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = list[str]()
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: dropped.append(str(error.exc_value)))
+    unraised_errors = list[str]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: unraised_errors.append(str(error.exc_value)))
     for _ in range(1000):
         tasks = Tasks(EventLoop("closed"))
         submitter = threading.Thread(target=tasks.submit)
         submitter.start()
-        time.sleep(LATE_S.random() * 0.0005)
+        time.sleep(RANDOM.random() * 0.0005)
         tasks.events.close()
         count_at_close = tasks.count
         submitter.join()
         assert tasks.count == count_at_close and not asyncio.all_tasks(tasks.events.loop)
     gc.collect()
-    assert dropped == []
+    assert unraised_errors == []
 
 
 def test_a_virtual_loop_closes_while_tasks_begin_others() -> None:
@@ -70,20 +70,20 @@ def test_a_virtual_loop_closes_while_tasks_begin_others() -> None:
 def test_a_task_that_waits_for_an_answer_while_it_ends_is_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlctl.utils.event_loop._AGAIN_S", 0.02)
     events = EventLoop("closed")
-    told = list[str]()
+    ended_tasks = list[str]()
 
-    async def asks() -> None:
+    async def wait_while_ending() -> None:
         try:
             await asyncio.sleep(1000)
         except asyncio.CancelledError:
             await asyncio.sleep(1000)
         finally:
-            told.append("ended")
+            ended_tasks.append("task")
 
-    events.submit(asks())
+    events.submit(wait_while_ending())
     events.ask(lambda: None)
     events.close()
-    assert told == ["ended"]
+    assert ended_tasks == ["task"]
 
 
 def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,38 +92,39 @@ def test_a_task_that_swallows_its_cancellation_is_named(monkeypatch: pytest.Monk
     events = EventLoop("closed")
     is_over = False
 
-    async def swallows() -> None:
+    async def swallow_cancellation() -> None:
         while not is_over:
             with suppress(asyncio.CancelledError):
                 await asyncio.sleep(1000)
 
-    events.submit(swallows())
+    events.submit(swallow_cancellation())
     events.ask(lambda: None)
-    with pytest.raises(RuntimeError, match=r"^1 tasks of the event loop swallow their cancellation: .*swallows"):
+    message = r"^1 tasks of the event loop swallow their cancellation: .*swallow_cancellation"
+    with pytest.raises(RuntimeError, match=message):
         events.close()
     is_over = True
 
 
 def test_a_function_asked_of_a_loop_that_closes_is_called_once_it_is_closed() -> None:
     events = EventLoop("closed")
-    ends = threading.Event()
+    has_been_cancelled = threading.Event()
     is_over = threading.Event()
 
-    async def ends_late() -> None:
+    async def end_late() -> None:
         try:
             await asyncio.sleep(1000)
         finally:
             with pytest.raises(RuntimeError, match=WAITS_FOR_ITSELF):
                 events.ask(lambda: None)
-            ends.set()
+            has_been_cancelled.set()
             while not is_over.is_set():
                 await asyncio.sleep(0.001)
 
-    events.submit(ends_late())
+    events.submit(end_late())
     events.ask(lambda: None)
     with ThreadPoolExecutor() as threads:
         closing = threads.submit(events.close)
-        assert ends.wait(5)
+        assert has_been_cancelled.wait(5)
         answer = threads.submit(events.ask, events.loop.is_closed)
         time.sleep(0.02)
         assert not answer.done()

@@ -8,18 +8,20 @@ from typing import Any
 
 import psutil
 import pytest
+from psutil import CONN_LISTEN
 
 from rlctl.utils.ports import LOOPBACK, free_port, has_proxy, open_store, past_proxies
 
 
-def listening(port: int) -> list[str]:
-    """Addresses at which this process takes connections to a port."""
-    found = psutil.Process().net_connections("tcp")
-    return [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port]
+def listening_addresses(port: int) -> list[str]:
+    """Return the addresses at which this process takes connections to a port."""
+    connections = psutil.Process().net_connections("tcp")
+    addresses = [connection.laddr for connection in connections if connection.status == CONN_LISTEN]
+    return [address.ip for address in addresses if address.port == port]
 
 
 def test_a_free_port_can_be_bound_and_is_none_that_the_kernel_gives_to_whoever_asks_for_any() -> None:
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for address in (LOOPBACK, "::1"):
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
             try:
@@ -27,7 +29,7 @@ def test_a_free_port_can_be_bound_and_is_none_that_the_kernel_gives_to_whoever_a
             except OSError:
                 continue  # a machine without IPv6
         port = free_port(address)
-        assert port < first or first < 30_000
+        assert port < first_ephemeral or first_ephemeral < 30_000
         with socket.create_server((address, port), family=server.family):
             assert free_port(address) != port
 
@@ -39,7 +41,7 @@ def test_a_store_is_reached_at_its_address_alone() -> None:
     guest = open_store(LOOPBACK, port, server=False, timeout=patience)
     guest.set("weights", "1")
     assert server.get("weights") == b"1"
-    assert listening(port) == [LOOPBACK]
+    assert listening_addresses(port) == [LOOPBACK]
     with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
         # Another address of this machine, as a neighbour would use.
         stranger.connect(("127.0.0.2", port))
@@ -51,21 +53,23 @@ def test_workers_of_an_engine_meet_at_such_a_store_too() -> None:
     port = free_port()
     store, rank, world = next(rendezvous(f"tcp://{LOOPBACK}:{port}?rank=0&world_size=1"))
     assert (rank, world, store.num_keys() >= 0) == (0, 1, True)
-    assert listening(port) == [LOOPBACK]
+    assert listening_addresses(port) == [LOOPBACK]
 
 
 @pytest.mark.parametrize(
-    ("given", "lower", "upper"),
+    ("variables", "lower", "upper"),
     [
         ({}, "", ""),
         ({"NO_PROXY": "a.org, .b.org"}, "a.org,.b.org,", "a.org,.b.org,"),
         ({"no_proxy": "a.org", "NO_PROXY": "b.org"}, "a.org,", "b.org,"),
     ],
 )
-def test_own_addresses_are_added_to_those_that_no_proxy_serves(given: dict[str, str], lower: str, upper: str) -> None:
-    own = "127.0.0.1,localhost,::1,10.0.0.2"
-    exempt = past_proxies(given, "10.0.0.2")
-    assert exempt == {"no_proxy": lower + own, "NO_PROXY": upper + own}
+def test_own_addresses_are_added_to_those_that_no_proxy_serves(
+    variables: dict[str, str], lower: str, upper: str
+) -> None:
+    own_addresses = "127.0.0.1,localhost,::1,10.0.0.2"
+    exempt = past_proxies(variables, "10.0.0.2")
+    assert exempt == {"no_proxy": lower + own_addresses, "NO_PROXY": upper + own_addresses}
     assert past_proxies(exempt, "10.0.0.2") == exempt
     assert not has_proxy({**exempt, "https_proxy": "http://p:1", "http_proxy": ""})
     assert has_proxy({"ALL_PROXY": "http://p:1"})

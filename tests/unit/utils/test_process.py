@@ -25,11 +25,11 @@ def child() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture
-def stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds by which the clock was set: the kernel then moves `btime`, from which wall-clock starts are derived."""
+def clock_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Set the clock forward, and return the seconds. The kernel then moves `btime`, which wall-clock starts rest on."""
     text = Path("/proc/stat").read_text()
-    then = int(text.partition("btime ")[2].split()[0])
-    (tmp_path / "stat").write_text(text.replace(f"btime {then}", f"btime {then + 3}"))
+    boot_time = int(text.partition("btime ")[2].split()[0])
+    (tmp_path / "stat").write_text(text.replace(f"btime {boot_time}", f"btime {boot_time + 3}"))
     for name in ("self", str(os.getpid())):
         (tmp_path / name).symlink_to(f"/proc/{os.getpid()}")
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
@@ -42,19 +42,19 @@ def test_a_clock_that_is_set_does_not_change_who_a_process_is(
     before = identity()
     wall = psutil.Process().create_time()
     node = {"folder": "/tmp/rlctl-x", "pid": child.pid, "start_id": start_id(child.pid)}
-    step = request.getfixturevalue("stepped")
+    step = request.getfixturevalue("clock_step")
     assert psutil.Process().create_time() == pytest.approx(wall + step, abs=0.5)
     assert identity() == before
     assert driver_lives(before) and lives(node)
 
 
 def test_a_process_that_has_ended_is_nobody_even_before_it_is_reaped(child: "subprocess.Popen[bytes]") -> None:
-    known = {"pid": child.pid, "start_id": start_id(child.pid)}
-    assert driver_lives(known)
+    recorded = {"pid": child.pid, "start_id": start_id(child.pid)}
+    assert driver_lives(recorded)
     child.kill()
     until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
     assert start_id(child.pid) == ""
-    assert not driver_lives(known) and not lives({"folder": "/tmp/rlctl-x", **known})
+    assert not driver_lives(recorded) and not lives({"folder": "/tmp/rlctl-x", **recorded})
     child.wait()
     assert start_id(child.pid) == ""
 
@@ -82,25 +82,26 @@ def test_a_process_knows_its_age() -> None:
 
 
 def test_garbage_is_collected_less_often_within_the_block_and_as_before_after_it() -> None:
-    usual = gc.get_threshold()
-    gc.set_threshold(*(before := (700, 10, 10)))
+    threshold_of_suite = gc.get_threshold()
+    before = (700, 10, 10)
+    gc.set_threshold(*before)
     with pytest.raises(ValueError, match="as a start-up may"), fewer_collections():
-        within = gc.get_threshold()
-        assert gc.isenabled() and within[0] > 10 * before[0] and within[1:] == before[1:]
+        during = gc.get_threshold()
+        assert gc.isenabled() and during[0] > 10 * before[0] and during[1:] == before[1:]
         raise ValueError("fails, as a start-up may")
     assert gc.get_threshold() == before
-    gc.set_threshold(*usual)
+    gc.set_threshold(*threshold_of_suite)
 
 
 def test_a_package_that_a_module_of_another_process_lacks_is_missing_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command line then says what to install, as for an import of its own."""
+    """Name the package, so that the command line can say what to install, as for an import of its own."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "needs_more.py").write_text("import sys\nprint(sys.argv[1])\nimport not_there.at_all\n")
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_there'$") as caught:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'not_there'$") as missing:
         run_module("needs_more", "1")
-    assert caught.value.name == "not_there"
-    (tmp_path / "broken.py").write_text("print('said')\n1 / 0\n")
-    done = run_module("broken")
-    assert (done.returncode, done.stdout) == (1, "said\n")
+    assert missing.value.name == "not_there"
+    (tmp_path / "broken.py").write_text("print('output')\n1 / 0\n")
+    process = run_module("broken")
+    assert (process.returncode, process.stdout) == (1, "output\n")

@@ -23,11 +23,11 @@ def test_a_process_uses_the_token_of_a_file_or_of_its_environment(
     for name in NAMES:
         monkeypatch.setenv(name, "before")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
-    own = new_token()
+    token = new_token()
     path = tmp_path / "token"
-    write_token(path, own)
+    write_token(path, token)
     use_token(None)
     assert [os.environ.get(name) for name in NAMES] == ["token", "before", None]
-    assert (token_here(tmp_path / "none"), token_here(path)) == ("before", own)
+    assert (token_here(tmp_path / "none"), token_here(path)) == ("before", token)
     use_token(str(path))
     assert [os.environ.get(name) for name in NAMES] == ["token", None, str(path)]

@@ -18,7 +18,7 @@ from rlctl.telemetry.trackers.base import open_trackers
 
 
 @pytest.mark.parametrize(
-    ("helper", "told"),
+    ("helper", "message"),
     [
         ('import json\n\nvalue = json.loads("{")\n', "JSONDecodeError: "),
         ("import os\n\nvalue = (\n", "SyntaxError: "),
@@ -26,22 +26,27 @@ from rlctl.telemetry.trackers.base import open_trackers
     ],
 )
 def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Each case has modules of other names.
-    name = f"{told.partition(':')[0].lower()}_helper"
+    name = f"{message.partition(':')[0].lower()}_helper"
     Path(f"{name}.py").write_text(helper)
     Path(f"{name}_mine.py").write_text(f"import {name}\n\nclass Mine: ...\n")
     plugin = f"{name}_mine.py:Mine"
-    said = list[str]()
-    said += [load_plugin(plugin, base)[1] for base in (LOSS_BASE, ADVANTAGE_BASE)]
-    with pytest.raises(RewardError) as refused:
+    lines = list[str]()
+    for base in (LOSS_BASE, ADVANTAGE_BASE):
+        _, problem = load_plugin(plugin, base)
+        lines.append(problem)
+    with pytest.raises(RewardError) as reward_error:
         load_reward(RewardSection(plugin, 1.0, None, None, 5.0))
-    own = EnvironmentPool({"own": EnvironmentSpec(plugin, 20.0)}, 1024, 1)
-    with own as pool, pytest.raises(UnusableEnvironmentError) as unusable:
+    lines.append(str(reward_error.value))
+    environments = EnvironmentPool({"mine": EnvironmentSpec(plugin, 20.0)}, 1024, 1)
+    with environments as pool, pytest.raises(UnusableEnvironmentError) as environment_error:
         pool.contracts()
+    lines.append(str(environment_error.value))
     open_trackers([UserTrackerSection(plugin, {})], tmp_path, {}, EventLog(tmp_path / "events.jsonl"))
     (event,) = read_records(tmp_path / "events.jsonl")
-    for line in (*said, str(refused.value), str(unusable.value), event["what"]):
-        assert told in line and f" at {name}.py:3" in line, line
+    lines.append(event["what"])
+    for line in lines:
+        assert message in line and f" at {name}.py:3" in line, line

@@ -8,20 +8,22 @@ from tests.virtual_events import VirtualEvents
 
 def test_a_closed_loop_has_ended_its_tasks_also_those_that_never_began() -> None:
     events = VirtualEvents()
-    told = list[str]()
+    ended_tasks = list[str]()
 
-    async def waits() -> None:
+    async def wait() -> None:
         try:
             await asyncio.sleep(9)
         finally:
-            told.append("ended")
+            ended_tasks.append("task")
 
-    works = [waits(), waits()]
-    tasks = [events.ask(lambda work=work: events.spawn(work)) for work in works[:1]]  # type: ignore[misc]
+    running = wait()
+    not_begun = wait()
+    running_task = events.ask(lambda: events.spawn(running))
     events.let_pass(1)
-    tasks.append(events.ask(lambda: events.spawn(works[1])))
+    task_not_begun = events.ask(lambda: events.spawn(not_begun))
     events.close()
-    assert told == ["ended"] and all(task.cancelled() for task in tasks)
-    assert [getcoroutinestate(work) for work in works] == [CORO_CLOSED] * 2
+    assert ended_tasks == ["task"]
+    assert running_task.cancelled() and task_not_begun.cancelled()
+    assert getcoroutinestate(running) == getcoroutinestate(not_begun) == CORO_CLOSED
     assert events.loop.is_closed()
     events.close()
