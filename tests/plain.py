@@ -166,7 +166,7 @@ def _is_mute(name: str) -> bool:
 
 
 def _names_of_tuple(node: ast.Assign) -> int:
-    """Return the number of names that get values of their own in one statement; 0 if one call gives all values."""
+    """Return the number of names that get separate values in one statement; 0 if one call gives all values."""
     target = node.targets[0]
     several = (ast.Tuple, ast.List, ast.GeneratorExp, ast.ListComp)
     if isinstance(target, ast.Tuple | ast.List) and isinstance(node.value, several):

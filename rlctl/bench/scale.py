@@ -70,7 +70,6 @@ class ScaleRow:
     communicators: int
     members: int
     communicator_bytes: int
-    # Bytes of the plan.
     plan_bytes: int
     # CPU seconds of the driver.
     start: float
@@ -182,8 +181,7 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     boxes = model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
     # Ranks of one copy alone send their boxes.
-    for _ in range(ranks - len(boxes)):
-        boxes.append([])
+    boxes += [[]] * (ranks - len(boxes))
     holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
     with _Timer() as starting:
         plan, _, _ = plan_refit(layout, [pickle.loads(holding) for holding in holdings], options)

@@ -122,7 +122,7 @@ def test_the_chart_draws_every_algorithm_against_rollouts_and_seconds(tmp_path: 
 
 
 class FakeTrain:
-    """A function in place of `rlctl train`: every run ends at accuracy 0.9, unless `errors` has an error for it."""
+    """A function in place of `rlctl train`: a run raises its error in `errors`, or ends at accuracy 0.9."""
 
     def __init__(self, errors: dict[str, BaseException]) -> None:
         self.errors = errors

@@ -16,7 +16,7 @@ STACK = re.compile(r"\| (CPU|CUDA) \| ([\d.]+) \| ([\d.]+) \| `pip install 'rlct
 
 
 def test_every_import_from_vllm_is_on_the_page() -> None:
-    """`fast/` has lists of its own, which every start checks."""
+    """`fast/` has other lists, which every start checks."""
     modules = [*FOLDER.glob("*.py"), *(ROOT / "rlctl/preflight/engines").glob("*.py")]
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     found = {
