@@ -1,4 +1,4 @@
-"""PEFT's folders: written and read, refused with a reason; a run that starts from one."""
+"""PEFT's folders are written and read, or refused with a reason, and a run starts from one."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,15 @@ from tests.tiny_models import make_model
 from tests.unit.folders import put_in_cache
 
 
+def section(path: Path) -> ModelSection:
+    return ModelSection(str(path), tokenizer=None, random_init=False, max_length=None)
+
+
 def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05) -> dict[str, torch.Tensor]:
     """Write an adapter of random numbers, and return its tensors."""
     torch.manual_seed(0)
     values = {tensor.name: torch.randn(tensor.shape) * std for tensor in spec.tensors}
-    sizes = ModelFiles.find(ModelSection(str(model), None, False, None), folder.parent, 0).facts.sizes
+    sizes = ModelFiles.find(section(model), folder.parent, 0).facts.sizes
     write_adapter(
         folder,
         spec,
@@ -58,10 +62,6 @@ def test_a_folder_is_read_as_it_was_written(model: Path, tmp_path: Path) -> None
     assert all(torch.equal(file.tensor(name), value) for name, value in values.items())
     assert is_adapter(tmp_path / "a") and is_model(tmp_path / "a") and base_of(tmp_path / "a") == str(model)
     assert not is_adapter(model)
-
-
-def section(path: Path) -> ModelSection:
-    return ModelSection(str(path), None, False, None)
 
 
 @pytest.mark.parametrize(

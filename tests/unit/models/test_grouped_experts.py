@@ -14,7 +14,7 @@ COMMON = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
 }  # fmt: skip
-# Interleaved, transposed and with biases in gpt_oss; without a gate, with a shared expert, in nemotron_h.
+# gpt_oss has interleaved, transposed experts with biases; nemotron_h has a shared expert and no gates.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 3, "moe_intermediate_size": 32},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -40,7 +40,7 @@ def make_model(family: str, experts: str) -> Any:
 
 
 def run_model(family: str, experts: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return log-probs of 21 tokens, fewer than experts have places for, and gradients of a loss."""
+    """Return log-probs of 21 tokens, which leave places of experts empty, and gradients of a loss."""
     lm = make_model(family, experts)
     tokens = torch.arange(21)[None] * 7 % 64
     log_probs = lm(input_ids=tokens, use_cache=False).logits[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""A probe that fails names the parts of the model that two libraries may compute differently."""
+"""A failing probe names the model's unusual parts: two libraries may compute them differently."""
 
 import importlib
 from pathlib import Path

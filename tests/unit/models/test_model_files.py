@@ -25,7 +25,9 @@ def folder_of(root: Path, config: dict[str, Any]) -> Path:
 
 
 def find_files(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> ModelFiles:
-    return ModelFiles.find(ModelSection(str(folder), None, random_init, None), run, seed)
+    return ModelFiles.find(
+        ModelSection(str(folder), tokenizer=None, random_init=random_init, max_length=None), run, seed
+    )
 
 
 def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:

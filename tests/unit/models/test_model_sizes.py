@@ -32,7 +32,7 @@ def test_a_published_size(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_config_says_so(tmp_path: Path) -> None:
-    # As the hub's cache has it where a download was broken off.
+    # The hub's cache has such a folder after a download that was broken off.
     with pytest.raises(ValueError, match=r"config\.json cannot be read: No such file or directory"):
         read_sizes(tmp_path / "config.json")
 

@@ -107,7 +107,7 @@ def test_scores_that_exceed_a_block_are_computed_by_rows(kind: str, monkeypatch:
     compare_with_plain([3, 17, 1, 8, 2, 16, 9], 2, kind)
 
 
-# Backward is a GPU's: flex attention has none on a CPU.
+# Outputs alone: flex attention has no backward pass on a CPU.
 @pytest.mark.parametrize("window", [None, 128])
 def test_flex_attention_sees_what_plain_attention_sees(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention import flex_attention

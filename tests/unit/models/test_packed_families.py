@@ -11,9 +11,9 @@ from rlctl.models import packed_attention
 from rlctl.models.state_layers import FUNCTIONS, install_restarts
 
 WINDOW = 5
-# One token, longer than the window, longest not first.
+# One sequence has one token, two are longer than the window, and the longest is not the first.
 LENGTHS = [7, 1, 16, 3]
-# Longer than a chunk of Mamba-2; the delta rule's is 64.
+# One sequence is longer than a chunk of Mamba-2. A chunk of the delta rule has 64 tokens.
 STATE_LENGTHS = [9, 1, 20, 3]
 FOUR: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LISTED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

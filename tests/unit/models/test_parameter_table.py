@@ -18,7 +18,7 @@ from rlctl.models.parameter_table import ParameterTable, derive_table
 from tests.tiny_models import KINDS, make_model
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-# Names on disk that differ from those in memory, buffers on disk, fused matrices, experts that stay stacked.
+# Families with other names on disk than in memory, buffers on disk, fused matrices, or experts that stay stacked.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in KINDS},
     "phi3": {},
@@ -83,7 +83,7 @@ def box_of(start: tuple[int, ...], extent: tuple[int, ...]) -> tuple[slice, ...]
 
 
 def shards_of(tensor: torch.Tensor, ranks: int) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return (start, shard) of each rank, as FSDP cuts a tensor; the whole tensor where it has no dimension."""
+    """Cut a tensor as FSDP does: return (start, shard) of each rank. A scalar stays whole."""
     if not tensor.ndim:
         return [((), tensor)]
     rows = -(-len(tensor) // ranks)
@@ -141,7 +141,7 @@ def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Pa
     expected_rows = [(tensor.name, tensor.shape) for tensor in spec.tensors]
     assert [(row.name, row.shape) for row in table.sent_rows] == expected_rows
     assert all(row.is_trained and table.sends(row.name) for row in table.sent_rows)
-    # The base, its buffers too, is read by its names on disk, and goes nowhere.
+    # The base and its buffers are read by their names on disk, and are sent nowhere.
     assert [row.name for row in table.rows if row.frozen] == [row.name for row in base_table.rows]
     assert not table.kept_rows and not table.is_mixed
     assert all(table.holds(str(row.target)) for row in base_table.rows)

@@ -20,6 +20,10 @@ from tests.tiny_models import KINDS, Kind, make_model
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
+def section(folder: Path) -> ModelSection:
+    return ModelSection(str(folder), tokenizer=None, random_init=False, max_length=None)
+
+
 def rewrite_weights(folder: Path, change: dict[str, torch.Tensor]) -> Path:
     """Replace or add tensors of a real model whose config.json does not tell. Return its folder."""
     from safetensors.torch import load_file
@@ -32,7 +36,7 @@ def rewrite_weights(folder: Path, change: dict[str, torch.Tensor]) -> Path:
 def test_plain_weights_pass(tmp_path: Path, kind: Kind) -> None:
     folder = make_model(tmp_path, kind)
     check_weights(folder)
-    assert ModelFiles.find(ModelSection(str(folder), None, False, None), tmp_path, 0).max_length == 256
+    assert ModelFiles.find(section(folder), tmp_path, 0).max_length == 256
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_quantised_weights_are_named_where_config_json_is_silent(
     for read_weights in (
         lambda: check_weights(folder),
         lambda: WeightFiles(folder),
-        lambda: ModelFiles.find(ModelSection(str(folder), None, False, None), tmp_path, 0),
+        lambda: ModelFiles.find(section(folder), tmp_path, 0),
     ):
         with pytest.raises(ModelError) as caught:
             read_weights()
@@ -187,7 +191,7 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_with_the_remedy(tmp_path: Pa
 
 
 def test_weights_that_differ_between_the_ends_of_a_file_have_another_digest(tmp_path: Path) -> None:
-    # As a base has that adapters were added to, between its embedding and its head.
+    # Adding adapters to a base changes its layers, which lie between its embedding and its head.
     tensors = {name: torch.zeros(1 << 19) for name in ("embedding", "layer", "norm")}
     digests = []
     for change in (0, 0, 1):

@@ -86,7 +86,7 @@ def test_ages_and_rewards_are_those_of_the_run(home: Path) -> None:
 
 def test_checkpoints_of_steps_that_are_not_validated(home: Path) -> None:
     assert load_notes(*VALIDATED) == []
-    # After 20, 40, 60 and 80; of these 20, 40 and 80 are no multiples of 30, and the last step always is validated.
+    # The checkpoint after 60 steps is at a multiple of 30, and those after 20, 40 and 80 are not.
     uneven = (*VALIDATED, "checkpoint.every=20", "validation.every=30")
     assert load_notes(*uneven) == [
         "checkpoint.every=20 is no multiple of validation.every=30: "
@@ -99,5 +99,5 @@ def test_checkpoints_of_steps_that_are_not_validated(home: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["grpo-tiny", "sft-tiny", "grpo-qwen3-0.6b-1gpu", "grpo-qwen3-0.6b-2gpu"])
 def test_recipes_keep_their_best(recipe: str) -> None:
-    # Models of a hub are on one machine and not on another.
+    # A model of a hub may be on one machine and not on another.
     assert [note for note in load(None, recipe, []).notes if "not on this machine" not in note] == []

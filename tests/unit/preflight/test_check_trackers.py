@@ -70,7 +70,7 @@ def test_trackers_that_are_not_installed_are_errors_with_what_to_type(
         f"pip install 'rlctl[{name}]', or leave it out"
         for name in missing
     ]
-    # Elsewhere it is looked at again, by the machine that drives the run.
+    # A run on a cluster passes here: the machine that drives the run checks the trackers again.
     load("grpo", "grpo.recipe.yaml", [EVERY], away=True)
 
 

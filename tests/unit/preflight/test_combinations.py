@@ -67,7 +67,7 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
         [ASYNC, OLD],
         [ASYNC, "async.in_flight_weight_updates=false"],
         [ASYNC, "grpo.loss.proximal=rollout"],
-        # Neither clips around policies of this age: they bound the weight of a token.
+        # cispo and dppo bound the weight of a token, and do not clip around policies of this age.
         [ASYNC, OLD, "grpo.loss=cispo"],
         [ASYNC, OLD, "grpo.loss=dppo"],
         [ASYNC, "grpo.loss.importance_cap=null", "grpo.loss.importance_mask=[0.5, 5]"],
@@ -81,7 +81,7 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
     assert load("grpo", "grpo.recipe.yaml", [ASYNC, old]).notes == [
         f"override 2: {old}: a lag above 4 steps costs accuracy (AReaL, arXiv 2505.24298, table 3)"
     ]
-    # A recipe's own values are warned of too: nothing is without effect here.
+    # The note names no override: it also warns of values in a recipe, and nothing is without effect here.
     assert load("grpo", "grpo.recipe.yaml", [ASYNC, OLD, "async.in_flight_weight_updates=false"]).notes == [
         f"{OLD}: async.in_flight_weight_updates is false: rollouts end before each update, so a bound above 1 makes "
         "groups older and engines no busier; set 1"

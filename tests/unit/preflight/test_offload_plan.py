@@ -1,4 +1,4 @@
-"""The table of where state stands, entry by entry."""
+"""The table of each phase's state: on the device, on the host or nowhere."""
 
 from itertools import product
 

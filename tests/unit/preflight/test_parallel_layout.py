@@ -64,8 +64,10 @@ def plan_run(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context", "data"), [(2, 1, 1, 2), (2, 3, 2, 4), (1, 2, 2, 3)])
 def test_shards_follow_megatrons_order_of_ranks(tensor: int, pipeline: int, context: int, data: int) -> None:
-    ranks = Layout(tensor * pipeline * context * data, tensor, pipeline, context, expert=1)
-    order = product(range(pipeline), range(data), range(context), range(tensor))  # The last is the fastest.
+    world = tensor * pipeline * context * data
+    ranks = Layout(world, tensor=tensor, pipeline=pipeline, context=context, expert=1)
+    # The index of the tensor rank changes fastest.
+    order = product(range(pipeline), range(data), range(context), range(tensor))
     assert ranks.data == data
     assert ranks.shards == [shard for _, shard, _, _ in order]
 
@@ -291,7 +293,9 @@ def test_the_nearest_layout_has_a_sequence_for_each_shard(
 
 
 def test_the_nearest_layout_of_thousands_of_ranks_is_found_at_once() -> None:
+    of_1000_ranks = Layout(1000, tensor=16, pipeline=8, context=2, expert=1)
+    of_4096_ranks = Layout(4096, tensor=16, pipeline=8, context=1, expert=1)
     start = time.process_time()
-    assert nearest_layout(Layout(1000, 16, 8, 2, 1), QWEN3_8B, sequences=8) == Layout(64, 8, 1, 1, 1)
-    assert nearest_layout(Layout(4096, 16, 8, 1, 1), QWEN3_8B) == Layout(4096, 8, 4, 1, 1)
+    assert nearest_layout(of_1000_ranks, QWEN3_8B, sequences=8) == Layout(64, tensor=8, pipeline=1, context=1, expert=1)
+    assert nearest_layout(of_4096_ranks, QWEN3_8B) == Layout(4096, tensor=8, pipeline=4, context=1, expert=1)
     assert time.process_time() - start < 20

@@ -108,7 +108,7 @@ def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(h
     fused = plan_run(home, *chunk, gpus=1).memory
     assert gpu and gpu.trainer["logits"] == 16 * 100 * 32
     assert fused and fused.trainer["logits"] == 6 * 100 * 32
-    # Float32 summed, and one product in bfloat16; on a CPU in float32 too.
+    # The gradient is summed in float32. One product is bfloat16, on a CPU float32.
     assert gpu.trainer["output's gradient"] == (4 + 2) * 32 * 64
     cpu = plan_run(home, *chunk).memory
     two_tensor_ranks = plan_run(home, *MEGATRON, *chunk, "trainer.compile=false", kind="sft", gpus=8).memory
@@ -149,7 +149,7 @@ def test_padded_rows_keep_what_was_recorded_and_scores_by_the_square() -> None:
     trainer = replace(run.trainer, dtype="bfloat16", micro_batch_tokens=1000, activation_checkpointing=False)
     rows = replace(ONE_LAYER, layers=2, row_bytes=(RowBytes("float32", 7, 9), RowBytes("bfloat16", 5, 3)))
     count_kept_bytes = partial(kept_bytes, sizes=rows, size=2, residual=2)
-    assert count_kept_bytes(trainer) == activation_bytes(rows, 1000, 2, 2, False)
+    assert count_kept_bytes(trainer) == activation_bytes(rows, tokens=1000, size=2, residual=2, checkpointing=False)
     padded = replace(trainer, row_tokens=100)
     assert count_kept_bytes(padded) == 1000 * (5 + 3 * 100)
     assert count_kept_bytes(replace(padded, row_tokens=4000)) == 1000 * (5 + 3 * 1000)
@@ -158,16 +158,16 @@ def test_padded_rows_keep_what_was_recorded_and_scores_by_the_square() -> None:
 
 
 def test_activations_of_one_layer_counted_by_hand() -> None:
-    # norms 4 x 8, queries and output 2 x 8, keys and values 2 x 4, MLP 4 x 16 = 120 numbers a token.
+    # Norms 4 x 8, queries and output 2 x 8, keys and values 2 x 4, MLP 4 x 16 = 120 numbers a token.
     bytes_of_three_tokens = partial(activation_bytes, ONE_LAYER, tokens=3, size=2)
     assert bytes_of_three_tokens(residual=2, checkpointing=False) == 3 * 120 * 2
     assert bytes_of_three_tokens(residual=2, checkpointing=True) == 3 * (8 + 120) * 2
-    # The residual among these is the input of two norms, and the part of a layer that checkpointing keeps.
+    # The residual is the input of two norms, and checkpointing keeps the residual alone of each layer.
     assert bytes_of_three_tokens(residual=4, checkpointing=False) == 3 * (120 + 16) * 2
     assert bytes_of_three_tokens(residual=4, checkpointing=True) == 3 * (8 + 120 + 24) * 2
-    # A token's inputs of its two experts.
+    # Each token also keeps the inputs of its two experts.
     mixture = replace(ONE_LAYER, experts=4, experts_per_token=2)
-    assert activation_bytes(mixture, 3, 2, 2, False) == 3 * (120 + 2 * 8) * 2
+    assert activation_bytes(mixture, tokens=3, size=2, residual=2, checkpointing=False) == 3 * (120 + 2 * 8) * 2
 
 
 def test_a_float32_residual_takes_memory_where_compute_is_bfloat16(home: Path) -> None:

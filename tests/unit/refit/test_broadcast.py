@@ -92,10 +92,10 @@ def test_every_version_arrives_bit_for_bit_at_every_receiver(
     spec = make_spec(PATIENCE_S, receivers)
     plan = plan_for(make_weights(), world, buffer_bytes=300_000)
     arriving: list[Future[Any]] = [
-        processes.submit(receive, spec, plan, [1, 2], checks, rank) for rank in range(1, receivers + 1)
+        processes.submit(receive, spec, plan, [1, 2], checks, rank=rank) for rank in range(1, receivers + 1)
     ]
-    sending = [processes.submit(send, spec, plan, [1, 2], checks, rank, world) for rank in range(1, world)]
-    sizes = [send(spec, plan, [1, 2], checks, 0, world)]
+    sending = [processes.submit(send, spec, plan, [1, 2], checks, rank=rank, world=world) for rank in range(1, world)]
+    sizes = [send(spec, plan, [1, 2], checks, rank=0, world=world)]
     sizes += [future.result(PATIENCE_S) for future in sending]
     assert [sum(sizes_of_version) for sizes_of_version in zip(*sizes)] == [plan.payload, plan.payload]
     for future in arriving:
@@ -140,9 +140,9 @@ def test_one_of_several_owners_with_another_version_is_named_before_anything_is_
     sending = []
     for rank in range(1, world):
         version = 8 if rank == wrong_rank else 7
-        sending.append(processes.submit(send, spec, plan, [version], "all", rank, world))
+        sending.append(processes.submit(send, spec, plan, [version], "all", rank=rank, world=world))
     with pytest.raises(PeerLost):
-        send(spec, plan, [7], "all", 0, world)
+        send(spec, plan, [7], "all", rank=0, world=world)
     (text,) = answer.result(PATIENCE_S)
     assert f"expected version 7 of plan {plan.digest}, trainer rank {wrong_rank} sends version 8 of this plan" in text
     assert all(isinstance(future.exception(PATIENCE_S), PeerLost) for future in sending)
@@ -152,9 +152,9 @@ def test_one_of_several_owners_with_another_version_is_named_before_anything_is_
 def test_what_arrived_changed_is_named_with_its_owner(processes: ProcessPoolExecutor, buffer_bytes: int) -> None:
     spec = make_spec(PATIENCE_S)
     plan = plan_for(make_weights(), 2, buffer_bytes)
-    answer = processes.submit(receive, spec, plan, [1], "all", 1, Damaging)
-    sending = processes.submit(send, spec, plan, [1], "all", 1, 2)
-    send(spec, plan, [1], "all", 0, 2)
+    answer = processes.submit(receive, spec, plan, [1], "all", sinks=Damaging)
+    sending = processes.submit(send, spec, plan, [1], "all", rank=1, world=2)
+    send(spec, plan, [1], "all", rank=0, world=2)
     sending.result(PATIENCE_S)
     assert answer.result(PATIENCE_S) == ["large arrived changed from trainer rank 1 (version 1)"]
 
@@ -193,7 +193,7 @@ def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
 def test_engine_workers_learn_at_once_that_another_is_lost(processes: ProcessPoolExecutor) -> None:
     spec = make_spec(2 * PATIENCE_S, receivers=3)
     plan = plan_for(make_weights())
-    arriving = [processes.submit(receive, spec, plan, [1], "all", rank) for rank in (2, 3)]
+    arriving = [processes.submit(receive, spec, plan, [1], "all", rank=rank) for rank in (2, 3)]
     process = PROCESSES.Process(target=stand_still, args=(spec, plan))
     process.start()
     sender = open_sender(spec, source_of(plan, make_weights()), CPU)
@@ -203,7 +203,7 @@ def test_engine_workers_learn_at_once_that_another_is_lost(processes: ProcessPoo
         for version in range(1, 4):
             sender.send(Header(version, plan.digest, "all"))
     sender.drop([1], "engine-0 died")
-    # Their own deadline is far away.
+    # The deadline of these workers is far away.
     for future in arriving:
         # On a busy machine a worker may still join: `receive` then raises instead of returning its error.
         message = str(future.exception(PATIENCE_S) or "") or future.result()[0]
@@ -215,7 +215,7 @@ def test_engine_workers_learn_at_once_that_another_is_lost(processes: ProcessPoo
 def test_who_waits_for_a_dead_one_to_join_is_called_off(processes: ProcessPoolExecutor) -> None:
     spec = make_spec(2 * PATIENCE_S, receivers=2)
     plan = plan_for(make_weights())
-    joining = processes.submit(receive, spec, plan, [1], "all", 2)
+    joining = processes.submit(receive, spec, plan, [1], "all", rank=2)
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(open_sender, spec, source_of(plan, make_weights()), CPU)
         time.sleep(0.5)

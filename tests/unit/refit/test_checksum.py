@@ -90,7 +90,7 @@ def test_any_flipped_bit_is_seen(place: int, bit: int, size: int) -> None:
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 63))
 def test_rows_that_change_places_are_seen(row: int, other_row: int, bit: int) -> None:
     rows = torch.zeros(5, ROW // 8, dtype=torch.int64)
-    # The highest bit too: twice it is nothing.
+    # The highest bit is tried, too: a sum that doubles this bit loses it.
     rows[row, 0] = 1 << bit if bit < 63 else -(1 << 63)
     swapped = rows.clone()
     swapped[[row, other_row]] = rows[[other_row, row]]

@@ -1,4 +1,4 @@
-"""The counters of CUDA IPC, on a host: both ends run as threads, and a handle is the tensor itself.
+"""The counters of CUDA IPC are tested on a host: both ends run as threads, and a handle is the tensor itself.
 
 tests/gpu/test_transports.py has the tests on a device (handles, streams, the copy engines).
 """
@@ -44,7 +44,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def make_spec(folder: Path, receivers: int = 1, timeout_s: float = 300.0, colocated: bool = False) -> TransportSpec:
-    return TransportSpec("ipc", receivers, timeout_s, 2, str(folder), colocated=colocated)
+    return TransportSpec("ipc", receivers, timeout_s, num_buffers=2, folder=str(folder), colocated=colocated)
 
 
 def receive(end: ChunkReceiver, plan: RefitPlan, version: int, checks: Checks) -> dict[str, torch.Tensor]:

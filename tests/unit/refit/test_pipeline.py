@@ -74,7 +74,8 @@ def test_a_device_is_asked_only_for_the_next_chunk_of_each_owner() -> None:
     plan = plan_for(make_weights(), world=2, buffer_bytes=1 << 18)
     transport = Wireless(plan)
     assert all(len(list(plan.chunks_of(owner))) > 2 for owner in plan.owners)
-    report = ChunkReceiver(transport, plan, 1, CPU, 10).receive(Header(0, plan.digest, "off"), NoSink())
+    receiver = ChunkReceiver(transport, plan, rank=1, device=CPU, timeout_s=10)
+    report = receiver.receive(Header(0, plan.digest, "off"), NoSink())
     assert report.bytes == plan.payload
     assert set(transport.calls_of_later_ends) == {0}
     assert not any(transport.ends.values())

@@ -1,4 +1,4 @@
-"""The driver's refit makes one plan for all, of one model."""
+"""The driver's refit makes one plan for all ranks, which must have one model."""
 
 from typing import Any
 
@@ -54,16 +54,21 @@ class Ranks:
         return Answered(LAYOUT)
 
 
+def make_holding(digest: str, boxes: list[TensorSlice]) -> Holding:
+    return Holding(digest, boxes_digest="", boxes=boxes, device_bytes=1 << 30)
+
+
 def test_a_rank_of_another_model_is_named() -> None:
     boxes = [TensorSlice("a", (0, 0), (4, 2)), TensorSlice("b", (0,), (2,))]
     other = layout_digest([("a", (4, 2), "float32"), ("b", (2,), "bfloat16")])
-    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", boxes, 1 << 30), Holding(other, "", [], 1 << 30)])
+    holdings = [make_holding(layout_digest(LAYOUT), boxes), make_holding(other, [])]
+    ranks: Any = Ranks(holdings)
     with pytest.raises(RefitError, match="trainer rank 1 has other tensors, shapes or dtypes than trainer rank 0"):
         Refit(ranks, OPTIONS)
     assert ranks.arguments_by_rank == [("float32", True)] * 2
 
 
 def test_ranks_that_hold_the_same_as_others_send_no_boxes() -> None:
-    ranks: Any = Ranks([Holding(layout_digest(LAYOUT), "", [], 1 << 30)] * 4)
+    ranks: Any = Ranks([make_holding(layout_digest(LAYOUT), [])] * 4)
     assert ask_holdings(ranks, "float32", range(2)) == (LAYOUT, ranks.holdings)
     assert ranks.arguments_by_rank == [("float32", True)] * 2 + [("float32", False)] * 2

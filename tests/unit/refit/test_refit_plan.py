@@ -53,7 +53,7 @@ def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(
     rows: list[Row], world: int, limit: int, edge: int
 ) -> None:
     widest = max((prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in rows), default=0)
-    plan = RefitPlan.build(rows, row_boxes(rows, world), max(limit, widest), edge)
+    plan = RefitPlan.build(rows, row_boxes(rows, world), buffer_bytes=max(limit, widest), edge_bytes=edge)
     covered = [0] * len(rows)
     for item in plan.items:
         covered[item.entry] += prod(item.box.shape)
@@ -111,7 +111,7 @@ def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
 
 @given(layouts, st.integers(1, 4), st.integers(1, 5))
 def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Row], world: int, receiver: int) -> None:
-    plan = RefitPlan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
+    plan = RefitPlan.build(rows, row_boxes(rows, world)[::-1], buffer_bytes=1 << 20, edge_bytes=2_000)
     if not plan.chunks:
         return
     chunks = plan.chunks_for(receiver)

@@ -1,4 +1,4 @@
-"""A few tensors as trainer ranks hold them, and both ends of a transport around them."""
+"""A few tensors as trainer ranks hold them, and the plan and source of their refit."""
 
 import torch
 from torch import Tensor

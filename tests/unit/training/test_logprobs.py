@@ -219,7 +219,7 @@ def test_a_frozen_head_has_no_gradient_and_costs_no_memory_for_one(rows: int) ->
     torch.testing.assert_close(*gradients, atol=0, rtol=0)
 
 
-@pytest.mark.long  # compiles
+@pytest.mark.long  # It compiles.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None:
     """Compiling for the later of the two packs cost a step of a run 10 s."""

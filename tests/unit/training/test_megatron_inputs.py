@@ -1,4 +1,4 @@
-"""A pack as each of several context-parallel ranks takes it."""
+"""Each of several context-parallel ranks takes its part of a pack."""
 
 import numpy as np
 import pytest

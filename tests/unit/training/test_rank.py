@@ -1,4 +1,4 @@
-"""Imports of a trainer rank's process before its environment is set, and of the driver."""
+"""The driver, and a trainer rank before its environment is set, import nothing slow."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Copies of a rank's state are in memory that was taken beside the steps before, and no copy is in two locked parts."""
+"""Copies of a rank's state lie in memory that earlier steps took, and no copy lies in two locked parts."""
 
 import weakref
 from concurrent.futures import Future

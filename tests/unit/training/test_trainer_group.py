@@ -1,4 +1,4 @@
-"""A batch on its way to the ranks."""
+"""A batch goes to the ranks: shares, calls, totals, and errors of the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
