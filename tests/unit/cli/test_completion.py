@@ -16,7 +16,7 @@ PROGRAM = f"#!{sys.executable}\nimport sys\nsys.argv[0] = 'rlctl'\nfrom rlctl.cl
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Return a folder with recipes and runs. The folder `bin` beside it has a program `rlctl`."""
+    """Return a folder with recipes and runs. A program `rlctl` is in `../bin`."""
     home = folders.write(tmp_path / "home")
     for name in ("sums", "sorts"):
         (home / "runs" / name).mkdir(parents=True)

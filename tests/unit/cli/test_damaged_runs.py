@@ -89,8 +89,9 @@ DAMAGE = {
     "a config nested too deep": (write_file("config.yaml", b"[" * 5000), ""),
     "events that are a folder": (turn_events_into_folder, "cannot be read: Is a directory"),
 }
-# Names of the damages after which a run can be stopped, and of those after which it can be resumed.
+# A run with one of these damages can be stopped.
 STOPPABLE = [name for name in DAMAGE if "folder" not in name]
+# A run with one of these damages can be resumed.
 RESUMABLE = [name for name in STOPPABLE if "job" not in name]
 
 

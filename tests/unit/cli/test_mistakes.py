@@ -114,7 +114,7 @@ def bound_time() -> Iterator[None]:
 
 @pytest.fixture
 def read_refusal(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return a function that asserts that every command refuses its input, and returns the text of the refusal."""
+    """Return a function that runs every command, asserts its refusal, and returns the text of the refusal."""
 
     def refuse_start(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a run was started")

@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     *("", "odd", "\x1b[31mred", "a" * 1000, [], {}, [INFINITE], [[1]], {"a": [None]}, ["x", 1]),
 ]
 TEXTS = [b"", b"[]", b"null", b"3", b'{"a":', b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 400 + b"1" + b"}" * 400]
-# File -> number of its mutations. Chat templates have a test of their own.
+# File -> number of its mutations. Chat templates are tested below.
 COUNTS = {
     "model/config.json": 60,
     "model/generation_config.json": 30,

@@ -24,7 +24,7 @@ Launch = tuple[RunConfig, Path | None, bool]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Return a list of what the command hands over. Nothing is launched, since a run takes minutes."""
+    """Return a list of the launches. Nothing is launched, since a run takes minutes."""
     launches: list[Launch] = []
 
     def record_launch(

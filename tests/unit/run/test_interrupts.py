@@ -26,15 +26,16 @@ from rlctl.run.interrupts import Interrupts, NotStopped, ignore_signals, stop_dr
     ],
 )
 def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, status: str) -> None:
-    before, told = signal.getsignal(number), threading.Event()
-    with Interrupts(told.set) as interrupts:
+    old_handler = signal.getsignal(number)
+    requested = threading.Event()
+    with Interrupts(requested.set) as interrupts:
         assert not interrupts.is_requested
         os.kill(os.getpid(), number)
-        assert told.wait(300)
-        # The kernel and the shell may each tell a closed terminal: only the others end the run at once.
+        assert requested.wait(300)
+        # Kernel and shell may both signal a closed terminal, so a second hangup does not end the run at once.
         os.kill(os.getpid(), signal.SIGHUP)
         assert (interrupts.is_requested, interrupts.by, interrupts.status) == (True, by, status)
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is old_handler
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -46,21 +47,21 @@ def test_the_first_signal_ends_a_block_with_nothing_to_save(number: signal.Signa
             os.kill(os.getpid(), number)
             threading.Event().wait(300)
         assert interrupts.is_requested
-        # A second attempt of the start is none.
+        # The start does not begin again.
         with pytest.raises(KeyboardInterrupt), interrupts.ends_block():
             pytest.fail("the block was entered")
 
 
-@pytest.mark.parametrize("handled", [lambda: Interrupts(pytest.fail), stop_signals, ignore_signals])
-def test_a_hangup_that_is_ignored_stays_ignored(handled: Callable[[], AbstractContextManager[object]]) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("handle_signals", [lambda: Interrupts(pytest.fail), stop_signals, ignore_signals])
+def test_a_hangup_that_is_ignored_stays_ignored(handle_signals: Callable[[], AbstractContextManager[object]]) -> None:
+    old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with handled():
+        with handle_signals():
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, old_handler)
 
 
 def test_outside_such_a_block_a_signal_only_asks() -> None:
@@ -72,8 +73,8 @@ def test_outside_such_a_block_a_signal_only_asks() -> None:
 
 
 def test_the_second_ctrl_c_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:
-    """In a separate process, which it ends; on a terminal, with the dashboard on its screen."""
-    ours, theirs = pty.openpty()
+    """End a separate process, which has the dashboard on a terminal's screen."""
+    screen_file, terminal_file = pty.openpty()
     program = f"""
 import os, pathlib, signal, time
 from rich.console import Console
@@ -86,18 +87,18 @@ with LiveDashboard(write_run(pathlib.Path({str(tmp_path)!r}), ended=None), Conso
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 """
-    done = subprocess.run([sys.executable, "-c", program], stdout=theirs, timeout=60)
-    os.close(theirs)
-    shown = b""
+    done = subprocess.run([sys.executable, "-c", program], stdout=terminal_file, timeout=60)
+    os.close(terminal_file)
+    screen = b""
     with suppress(OSError):  # the end of a terminal
-        while piece := os.read(ours, 1 << 16):
-            shown += piece
-    assert done.returncode == 130 and b"\x1b[?1049h" in shown
-    assert shown.endswith(b"\x1b[?1049l\x1b[?25hgo on: rlctl train\r\n")
+        while chunk := os.read(screen_file, 1 << 16):
+            screen += chunk
+    assert done.returncode == 130 and b"\x1b[?1049h" in screen
+    assert screen.endswith(b"\x1b[?1049l\x1b[?25hgo on: rlctl train\r\n")
 
 
 @pytest.mark.parametrize(
-    ("start", "said", "code"),
+    ("start", "message", "code"),
     [
         ({"host": "gpu7", "pid": 1}, "a is driven on gpu7: stop it there, or press Ctrl-C", 2),
         ({}, "a is driven on no machine that is known: stop it there, or press Ctrl-C", 2),
@@ -107,8 +108,9 @@ with LiveDashboard(write_run(pathlib.Path({str(tmp_path)!r}), ended=None), Conso
         ({"host": "here", "pid": 1 << 22}, "process 4194304, which drives a, cannot be told: No such process", 1),
     ],
 )
-def test_a_driver_that_cannot_be_stopped_is_one_line(start: dict[str, Any], said: str, code: int) -> None:
-    where = {"host": socket.gethostname()} if start.get("host") == "here" else {}
-    with pytest.raises(NotStopped) as error:
-        stop_driver("a", start | where)
-    assert (str(error.value), error.value.exit_code) == (said, code)
+def test_a_driver_that_cannot_be_stopped_is_one_line(start: dict[str, Any], message: str, code: int) -> None:
+    if start.get("host") == "here":
+        start = {**start, "host": socket.gethostname()}
+    with pytest.raises(NotStopped) as refusal:
+        stop_driver("a", start)
+    assert (str(refusal.value), refusal.value.exit_code) == (message, code)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ class Saved:
 
 
 class Diary(Loop):
-    """Writes down its calls; each draw moves the cursor by one row."""
+    """A loop that writes down its calls. Each draw moves the cursor by one row."""
 
     def __init__(
         self,
@@ -49,17 +50,46 @@ class Diary(Loop):
         events = EventLog(run.events)
         config = replace(
             load("sft", None, []).config,
-            checkpoint=CheckpointSection(save, at_end, 9, 0, "loss", False, "auto", False),
-            validation=ValidationSection(validate, at_start, 1, 0.0, None),
-            telemetry=TelemetrySection("off", [], 0, 0, False, 1, None),
+            checkpoint=CheckpointSection(
+                every=save,
+                at_end=at_end,
+                keep_last=9,
+                keep_best=0,
+                metric="loss",
+                export=False,
+                export_dtype="auto",
+                beside_training=False,
+            ),
+            validation=ValidationSection(
+                every=validate, at_start=at_start, num_generations=1, temperature=0.0, max_prompts=None
+            ),
+            telemetry=TelemetrySection(
+                dashboard="off",
+                trackers=[],
+                groups_per_step=0,
+                groups_per_validation=0,
+                record_tokens=False,
+                rollouts_limit_mib=1,
+                profile_updates=None,
+            ),
         )
         recorder = RunRecorder(run, events, MetricsLog(run.metrics, events), config)
         self.book: list[str] = []
-        self.run_dir, self._ill_at, self._broken_at, self._skips = run, ill_at, broken_at, skips
+        self.run_dir = run
+        self._ill_at = ill_at
+        self._broken_at = broken_at
+        self._skips = skips
         recorder.declare([Metric("height", "height of the step")])
-        self.kept = recorder.checkpoints
-        health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
-        super().__init__(steps, recorder, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
+        self.checkpoints = recorder.checkpoints
+        ceiling = Ceiling("height", "height", bound=2, message="height {value}, at most {bound}")
+        super().__init__(
+            num_steps=steps,
+            recorder=recorder,
+            cursor=Cursor(100, 0, False),
+            write=self._save,
+            stop=lambda: stop(self.book),
+            health=Health([ceiling], stop=True),
+        )
 
     def step(self) -> None:
         if self.done + 1 == self._broken_at:
@@ -81,6 +111,10 @@ class Diary(Loop):
         return Saved()
 
 
+def read_warnings(diary: Diary) -> list[dict[str, Any]]:
+    return [event for event in read_records(diary.run_dir.events) if event["kind"] == "warning"]
+
+
 def test_a_step_is_validated_before_it_is_saved(tmp_path: Path) -> None:
     diary = Diary(tmp_path, steps=3, validate=2, at_start=True, save=2)
     diary.run(0)
@@ -98,9 +132,9 @@ def test_a_resumed_run_goes_on_after_its_checkpoint_without_the_first_validation
 
 
 def test_without_a_checkpoint_at_the_end_a_run_that_is_stopped_is_saved_all_the_same(tmp_path: Path) -> None:
-    whole = Diary(tmp_path / "whole", steps=2, at_end=False)
-    whole.run(0)
-    assert whole.book == ["step 1", "step 2"]
+    finished = Diary(tmp_path / "finished", steps=2, at_end=False)
+    finished.run(0)
+    assert finished.book == ["step 1", "step 2"]
     stopped = Diary(tmp_path / "stopped", steps=9, at_end=False, stop=lambda book: "step 2" in book)
     stopped.run(0)
     assert stopped.book == ["step 1", "step 2", "save 2"]
@@ -122,7 +156,7 @@ def test_a_stop_before_the_first_step_leaves_nothing(tmp_path: Path) -> None:
     diary = Diary(tmp_path, steps=3, validate=1, at_start=True, stop=lambda _: True)
     diary.run(0)
     assert diary.book == []
-    assert diary.kept.latest() is None
+    assert diary.checkpoints.latest() is None
 
 
 @pytest.mark.parametrize("moment", ["step 2", "validate 2", "save 2"])
@@ -149,11 +183,11 @@ def test_a_stop_between_the_last_look_and_the_next_step_is_saved_too(tmp_path: P
 def test_a_checkpoint_says_where_the_data_goes_on(tmp_path: Path) -> None:
     diary = Diary(tmp_path, steps=4)
     diary.run(0)
-    latest = diary.kept.latest()
+    latest = diary.checkpoints.latest()
     assert latest is not None and latest.state["version"] == 4
-    following = Cursor(100, 0, False)
-    following.load_state_dict(latest.state["cursor"])
-    assert [draw.row for draw in following.draw(1)] == [4]
+    resumed_cursor = Cursor(100, 0, False)
+    resumed_cursor.load_state_dict(latest.state["cursor"])
+    assert [draw.row for draw in resumed_cursor.draw(1)] == [4]
 
 
 def test_a_run_whose_health_forbids_to_go_on_is_saved_and_says_why(tmp_path: Path) -> None:
@@ -161,7 +195,7 @@ def test_a_run_whose_health_forbids_to_go_on_is_saved_and_says_why(tmp_path: Pat
     with pytest.raises(HealthStop, match=r"^step 2: height 3\.0, at most 2; the last checkpoint is of step 2$"):
         diary.run(0)
     assert diary.book == ["step 1", "step 2", "save 2"]
-    (warning,) = (event for event in read_records(diary.run_dir.events) if event["kind"] == "warning")
+    (warning,) = read_warnings(diary)
     assert warning["what"] == "step 2: height 3.0, at most 2"
     assert (warning["check"], warning["step"], warning["value"], warning["bound"]) == ("height", 2, 3.0, 2)
 
@@ -177,7 +211,7 @@ def test_a_run_that_its_health_stopped_stops_again_where_nothing_was_mended(tmp_
     first = Diary(tmp_path / "first", steps=9, ill_at=2)
     with pytest.raises(HealthStop):
         first.run(0)
-    latest = first.kept.latest()
+    latest = first.checkpoints.latest()
     assert latest is not None
     second = Diary(tmp_path / "second", steps=3, ill_at=3)
     second.resume(latest)
@@ -203,10 +237,9 @@ def test_in_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
 def test_updates_without_an_optimizer_step_are_counted_and_each_cause_is_told_once(tmp_path: Path) -> None:
     diary = Diary(tmp_path, steps=4, skips=[["", ""], ["zero", ""], ["zero", "zero"], ["none", "zero"]])
     diary.run(0)
-    said = [event["what"] for event in read_records(diary.run_dir.events) if event["kind"] == "warning"]
-    assert said == [
-        f"step {step}: no optimizer step, for {cause}; further ones are counted only (train/skipped_updates)"
-        for step, cause in ((2, "zero"), (4, "none"))
+    assert [warning["what"] for warning in read_warnings(diary)] == [
+        "step 2: no optimizer step, for zero; further ones are counted only (train/skipped_updates)",
+        "step 4: no optimizer step, for none; further ones are counted only (train/skipped_updates)",
     ]
     steps = [record for record in read_records(diary.run_dir.metrics) if record["kind"] == "step"]
     assert [step["train/skipped_updates"] for step in steps] == [0, 1, 2, 2]

@@ -32,20 +32,38 @@ def make_recorder(
 ) -> RunRecorder:
     run = RunDir.create("r", root)
     events = EventLog(run.events)
-    checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto", beside)
-    validation = ValidationSection(every, False, 1, 0.0, None)
-    telemetry = TelemetrySection("off", [], 1, 2, record_tokens, 1, None)
+    checkpoint = CheckpointSection(
+        every=save_every,
+        at_end=at_end,
+        keep_last=9,
+        keep_best=0,
+        metric=metric,
+        export=export,
+        export_dtype="bfloat16" if export else "auto",
+        beside_training=beside,
+    )
+    validation = ValidationSection(every=every, at_start=False, num_generations=1, temperature=0.0, max_prompts=None)
+    telemetry = TelemetrySection(
+        dashboard="off",
+        trackers=[],
+        groups_per_step=1,
+        groups_per_validation=2,
+        record_tokens=record_tokens,
+        rollouts_limit_mib=1,
+        profile_updates=None,
+    )
     config = replace(load("sft", None, []).config, checkpoint=checkpoint, validation=validation, telemetry=telemetry)
     return RunRecorder(run, events, MetricsLog(run.metrics, events), config)
 
 
-class Begun:
-    """A trainer's part that is on the disk when `release` is set; `error`: raised then."""
+class UnfinishedSave:
+    """A trainer's part that is on the disk once `release` is set. error: raised then."""
 
     wait_cause = ""
 
     def __init__(self, error: Exception | None = None, release: threading.Event | None = None) -> None:
-        self._error, self._release = error, release
+        self._error = error
+        self._release = release
 
     def finish(self) -> dict[Path, tuple[int, str]]:
         if self._release:
@@ -56,20 +74,20 @@ class Begun:
 
 
 def save(recorder: RunRecorder, step: int, state: dict[str, Any]) -> Checkpoint:
-    recorder.save(step, state, write)
+    recorder.save(step, state, write_parts)
     return recorder.checkpoints.all()[-1]
 
 
-def write(trainer: Path, export: Path | None, dtype: str | None, beside: bool) -> Begun:
+def write_parts(trainer: Path, export: Path | None, dtype: str | None, beside: bool) -> UnfinishedSave:
     (trainer / "weights").write_text("w")
     if export:
         export.mkdir()
         (export / "dtype").write_text(str(dtype))
         (export / "config.json").write_text('{"eos_token_id": 5}')
-    return Begun()
+    return UnfinishedSave()
 
 
-def records(file: Path) -> list[dict[str, Any]]:
+def list_records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -78,25 +96,25 @@ def validate(recorder: RunRecorder, step: int, accuracy: float) -> None:
         metrics["validation/accuracy"] = accuracy
 
 
-def score(recorder: RunRecorder, step: int) -> float | None:
-    value: float | None = save(recorder, step, {}).state["score"]
-    return value
+def save_and_read_score(recorder: RunRecorder, step: int) -> float | None:
+    score: float | None = save(recorder, step, {}).state["score"]
+    return score
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+@pytest.mark.parametrize(("every", "due_steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_validation_comes_every_so_many_steps_and_after_the_last_unless_it_is_off(
-    tmp_path: Path, every: int, due: list[int]
+    tmp_path: Path, every: int, due_steps: list[int]
 ) -> None:
     recorder = make_recorder(tmp_path, every=every)
-    assert [step for step in range(1, 6) if recorder.validation_due(step, last=step == 5)] == due
+    assert [step for step in range(1, 6) if recorder.validation_due(step, last=step == 5)] == due_steps
 
 
-@pytest.mark.parametrize(("every", "due"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+@pytest.mark.parametrize(("every", "due_steps"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_a_checkpoint_comes_every_so_many_steps_and_always_after_the_last(
-    tmp_path: Path, every: int, due: list[int]
+    tmp_path: Path, every: int, due_steps: list[int]
 ) -> None:
     recorder = make_recorder(tmp_path, save_every=every)
-    assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == due
+    assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == due_steps
 
 
 def test_without_a_checkpoint_at_the_end_only_the_turn_counts(tmp_path: Path) -> None:
@@ -108,35 +126,36 @@ def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
     recorder.step(10, {"loss/nll": 2.0})
     validate(recorder, 10, 0.75)
-    assert score(recorder, 10) == 0.75
+    assert save_and_read_score(recorder, 10) == 0.75
 
 
 def test_weights_that_were_not_measured_have_no_score(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
     validate(recorder, 0, 0.5)
     recorder.step(1, {"loss/nll": 2.0})
-    assert score(recorder, 1) is None
+    assert save_and_read_score(recorder, 1) is None
 
 
 def test_a_leading_minus_makes_the_smaller_the_better(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path, metric="-loss/nll")
     recorder.step(1, {"loss/nll": 2.0})
-    assert score(recorder, 1) == -2.0
+    assert save_and_read_score(recorder, 1) == -2.0
 
 
 def test_a_zero_is_a_score(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path)
     validate(recorder, 1, 0.0)
-    assert score(recorder, 1) == 0.0
+    assert save_and_read_score(recorder, 1) == 0.0
 
 
 def test_a_validation_is_announced_before_and_recorded_after_with_its_seconds(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
+    recorder = make_recorder(tmp_path)
+    run = RunDir(tmp_path / "r")
     with recorder.validation(3) as metrics:
-        assert [event["kind"] for event in records(run.events)] == ["validation_started"]
+        assert [event["kind"] for event in list_records(run.events)] == ["validation_started"]
         assert not run.metrics.exists()
         metrics["validation/accuracy"] = 0.5
-    (record,) = records(run.metrics)
+    (record,) = list_records(run.metrics)
     assert (record["kind"], record["step"], record["validation/accuracy"]) == ("validation", 3, 0.5)
     assert record["time/validation"] >= 0
 
@@ -149,13 +168,14 @@ def test_a_validation_that_fails_leaves_no_record(tmp_path: Path) -> None:
 
 
 def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
+    recorder = make_recorder(tmp_path)
+    run = RunDir(tmp_path / "r")
     recorder.step(2, {"loss/nll": 1.0})
     validate(recorder, 2, 0.5)
     saved = save(recorder, 2, {"version": 2})
-    kinds = [(record["kind"], record["step"]) for record in records(run.metrics)]
+    kinds = [(record["kind"], record["step"]) for record in list_records(run.metrics)]
     assert kinds == [("step", 2), ("validation", 2), ("checkpoint", 2)]
-    events = records(run.events)
+    events = list_records(run.events)
     assert [event["kind"] for event in events] == ["validation_started", "phase", "checkpoint"]
     assert events[-1]["path"] == str(saved.path) == str(run.checkpoints / "step_2")
     assert recorder.saved == 2
@@ -165,106 +185,127 @@ def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_pa
     plain = save(make_recorder(tmp_path / "plain"), 1, {})
     assert (plain.trainer / "weights").exists() and not plain.export.exists()
     recorder = make_recorder(tmp_path / "exported", export=True)
-    recorder.export_dtype, recorder.end_tokens = "bfloat16", (5, 7)
+    recorder.export_dtype = "bfloat16"
+    recorder.end_tokens = (5, 7)
     exported = save(recorder, 1, {})
     assert (exported.export / "dtype").read_text() == "bfloat16"
     assert json.loads((exported.export / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
 
 
 def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
+    recorder = make_recorder(tmp_path)
+    run = RunDir(tmp_path / "r")
 
-    def full(*_: object) -> Begun:
+    def fill_disk(*_: object) -> UnfinishedSave:
         raise OSError("No space left on device")
 
     with pytest.raises(RuntimeError, match="no checkpoint of step 1"):
-        recorder.save(1, {}, full)
+        recorder.save(1, {}, fill_disk)
     assert recorder.saved is None
-    assert [event["kind"] for event in records(run.events)] == ["phase"]
+    assert [event["kind"] for event in list_records(run.events)] == ["phase"]
 
 
 def test_as_many_groups_as_the_config_says_are_written_behind_the_fates_of_all_tasks(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
+    recorder = make_recorder(tmp_path)
+    run = RunDir(tmp_path / "r")
     recorder.outcomes(4, {"trained": ["a"], "filtered": {}})
-    recorder.groups(4, "train", lambda n, _: [{"task": "a", "rollouts": []}, {"task": "b", "rollouts": []}][:n])
-    recorder.groups(4, "validation", lambda n, _: [{"task": str(each), "rollouts": []} for each in range(n)])
+
+    def make_groups(num_groups: int, with_tokens: bool) -> list[dict[str, Any]]:
+        return [{"task": str(number), "rollouts": []} for number in range(num_groups)]
+
+    recorder.groups(4, "train", make_groups)
+    recorder.groups(4, "validation", make_groups)
     group = {"kind": "group", "step": 4, "rollouts": []}
-    assert records(run.rollouts) == [
+    assert list_records(run.rollouts) == [
         {"kind": "prompts", "step": 4, "trained": ["a"], "filtered": {}},
-        {**group, "purpose": "train", "task": "a"},
+        {**group, "purpose": "train", "task": "0"},
         {**group, "purpose": "validation", "task": "0"},
         {**group, "purpose": "validation", "task": "1"},
     ]
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("record_tokens", [True, False])
 def test_exact_tokens_are_recorded_if_the_config_says_so_and_trackers_never_get_them(
-    tmp_path: Path, kept: bool
+    tmp_path: Path, record_tokens: bool
 ) -> None:
-    recorder, run = make_recorder(tmp_path, record_tokens=kept), RunDir(tmp_path / "r")
-    sent: list[dict[str, Any]] = []
-    recorder.metrics.samples = lambda purpose, step, groups: sent.extend(groups)  # type: ignore[method-assign]
-    make = lambda n, tokens: [{"task": "a", "rollouts": [], **({"exact": {"rows": []}} if tokens else {})}]  # noqa: E731
-    recorder.groups(4, "train", make)
-    assert ["exact" in each for each in records(run.rollouts)] == [kept]
-    assert sent == [{"task": "a", "rollouts": []}]
+    recorder = make_recorder(tmp_path, record_tokens=record_tokens)
+    run = RunDir(tmp_path / "r")
+    tracked_groups: list[dict[str, Any]] = []
+    recorder.metrics.samples = lambda purpose, step, groups: tracked_groups.extend(groups)  # type: ignore[method-assign]
+
+    def make_groups(num_groups: int, with_tokens: bool) -> list[dict[str, Any]]:
+        group: dict[str, Any] = {"task": "a", "rollouts": []}
+        if with_tokens:
+            group["exact"] = {"rows": []}
+        return [group]
+
+    recorder.groups(4, "train", make_groups)
+    assert ["exact" in group for group in list_records(run.rollouts)] == [record_tokens]
+    assert tracked_groups == [{"task": "a", "rollouts": []}]
 
 
 def test_a_save_beside_training_returns_before_it_is_whole_and_tells_its_seconds_when_it_is(tmp_path: Path) -> None:
-    recorder, run, release = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r"), threading.Event()
-    recorder.save(1, {}, lambda *_: Begun(release=release))
+    recorder = make_recorder(tmp_path, beside=True)
+    run = RunDir(tmp_path / "r")
+    release = threading.Event()
+    recorder.save(1, {}, lambda *_: UnfinishedSave(release=release))
     assert recorder.saved == 1 and recorder.checkpoints.latest() is None
     assert recorder.finish_save(wait=False) is None
     release.set()
     saved = recorder.finish_save()
     assert saved is not None and saved.path == run.checkpoints / "step_1"
-    (record,) = records(run.metrics)
+    (record,) = list_records(run.metrics)
     assert record["kind"] == "checkpoint" and 0 < record["time/checkpoint_stopped"] < record["time/checkpoint"]
     assert recorder.finish_save() is None
 
 
 def test_the_error_of_a_save_beside_training_is_raised_once_by_the_next(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path, beside=True)
-    recorder.save(1, {}, lambda *_: Begun(OSError("No space left on device")))
+    recorder.save(1, {}, lambda *_: UnfinishedSave(OSError("No space left on device")))
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 .*No space left"):
-        recorder.save(2, {}, write)
+        recorder.save(2, {}, write_parts)
     assert recorder.saved is None and not list(RunDir(tmp_path / "r").checkpoints.iterdir())
-    recorder.save(3, {}, write)
+    recorder.save(3, {}, write_parts)
     assert recorder.finish_save() is not None
 
 
 def test_a_state_that_cannot_be_copied_is_written_before_the_next_step_and_said_once(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r")
+    recorder = make_recorder(tmp_path, beside=True)
+    run = RunDir(tmp_path / "r")
 
-    def wait_cause(*arguments: Any) -> Begun:
-        begun = write(*arguments)
-        begun.wait_cause = "no room"
-        return begun
+    def write_without_room(*arguments: Any) -> UnfinishedSave:
+        unfinished_save = write_parts(*arguments)
+        unfinished_save.wait_cause = "no room"
+        return unfinished_save
 
     for step in (1, 2):
-        recorder.save(step, {}, wait_cause)
+        recorder.save(step, {}, write_without_room)
         assert recorder.checkpoints.all()[-1].step == step
-    assert [event["what"] for event in records(run.events) if event["kind"] == "warning"] == [
+    assert [event["what"] for event in list_records(run.events) if event["kind"] == "warning"] == [
         "steps wait while checkpoints are written: no room"
     ]
 
 
 def test_a_save_that_is_left_behind_takes_no_name(tmp_path: Path) -> None:
-    recorder, run, release = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r"), threading.Event()
-    recorder.save(1, {}, lambda *_: Begun(release=release))
-    (thread,) = (each for each in threading.enumerate() if each.name == "checkpoint")
+    recorder = make_recorder(tmp_path, beside=True)
+    run = RunDir(tmp_path / "r")
+    release = threading.Event()
+    recorder.save(1, {}, lambda *_: UnfinishedSave(release=release))
+    threads = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert len(threads) == 1
     recorder.leave_save(0.01)
     release.set()
-    thread.join(20)
+    threads[0].join(20)
     assert [path.name for path in run.checkpoints.iterdir()] == ["tmp_step_1"]
-    assert records(run.events)[-1]["what"] == "the checkpoint of step 1 was not finished"
+    assert list_records(run.events)[-1]["what"] == "the checkpoint of step 1 was not finished"
 
 
 def test_a_save_that_fails_beside_an_error_of_the_run_is_told(tmp_path: Path) -> None:
-    recorder, run = make_recorder(tmp_path, beside=True), RunDir(tmp_path / "r")
-    recorder.save(1, {}, lambda *_: Begun(OSError("No space left on device")))
+    recorder = make_recorder(tmp_path, beside=True)
+    run = RunDir(tmp_path / "r")
+    recorder.save(1, {}, lambda *_: UnfinishedSave(OSError("No space left on device")))
     recorder.leave_save(20)
-    last = records(run.events)[-1]
+    last = list_records(run.events)[-1]
     assert last["kind"] == "warning" and last["what"].startswith("no checkpoint of step 1 in ")
     assert last["what"].endswith("No space left on device")
     assert recorder.finish_save() is None
@@ -280,6 +321,8 @@ def test_the_metrics_of_a_users_part_are_in_the_runs_rows_and_undeclared_ones_ar
     table = read_rows(tmp_path / "r" / "metric_rows.json")
     assert table
     assert table.meaning("gate/mean") == "mean of the gate" and table.meaning("loss/nll") == NLL.meaning
-    told = [event["what"] for event in records(tmp_path / "r" / "events.jsonl") if event["kind"] == "warning"]
-    assert len(told) == 1 and told[0].startswith("metric gate/spread is not declared: ")
-    assert [each["gate/spread"] for each in records(tmp_path / "r" / "metrics.jsonl")] == [0.5, 0.5, 0.5]
+    events = list_records(tmp_path / "r" / "events.jsonl")
+    warnings = [event["what"] for event in events if event["kind"] == "warning"]
+    assert len(warnings) == 1 and warnings[0].startswith("metric gate/spread is not declared: ")
+    metrics_records = list_records(tmp_path / "r" / "metrics.jsonl")
+    assert [record["gate/spread"] for record in metrics_records] == [0.5, 0.5, 0.5]

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_what_holds_no_run_cannot_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "reason"),
     [
         (b"\xff\xfe", "no YAML"),
         (b"a: " + b"[" * 20_000, "no YAML"),
@@ -43,13 +44,15 @@ def test_what_holds_no_run_cannot_be_opened(tmp_path: Path) -> None:
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_a_damaged_config_is_one_line_with_the_way_around_it(content: bytes | None, why: str, tmp_path: Path) -> None:
+def test_a_damaged_config_is_one_line_with_the_way_around_it(
+    content: bytes | None, reason: str, tmp_path: Path
+) -> None:
     run = RunDir.create("a", tmp_path)
     if content is not None:
         run.config.write_bytes(content)
-    with pytest.raises(RunDirError) as refused:
+    with pytest.raises(RunDirError) as refusal:
         run.recorded_config()
-    assert str(refused.value) == f"{run.config}: damaged, {why}; rename it to use the run's weights without it"
+    assert str(refusal.value) == f"{run.config}: damaged, {reason}; rename it to use the run's weights without it"
 
 
 def test_each_attempt_has_logs_of_its_own_and_latest_points_to_the_newest(tmp_path: Path) -> None:
@@ -100,14 +103,17 @@ def test_a_run_from_a_checkpoint_is_named_after_the_run_and_its_step(tmp_path: P
     model = "runs/sft--qwen3-tiny--1/checkpoints/step_800/hf"
     assert automatic_name("grpo", model, tmp_path) == "grpo--sft-qwen3-tiny-1-step_800--1"
     assert automatic_name("grpo", "exports/hf", tmp_path) == "grpo--hf--1"
-    again = model.replace("sft--qwen3-tiny--1", "grpo--sft-qwen3-tiny-1-step_800--1" * 6)
-    RunDir.create(name := automatic_name("grpo", again, tmp_path), tmp_path)
+    model_of_long_name = model.replace("sft--qwen3-tiny--1", "grpo--sft-qwen3-tiny-1-step_800--1" * 6)
+    name = automatic_name("grpo", model_of_long_name, tmp_path)
+    RunDir.create(name, tmp_path)
     assert name.endswith("step_800--1") and len(name) < 100
 
 
 def test_a_resume_drops_the_records_of_later_steps_and_torn_lines(tmp_path: Path) -> None:
     run = RunDir.create("a", tmp_path)
-    records = [{"kind": kind, "step": step} for step in (1, 2, 3) for kind in ("step", "validation")]
+    records: list[dict[str, Any]] = []
+    for step in (1, 2, 3):
+        records += [{"kind": "step", "step": step}, {"kind": "validation", "step": step}]
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "step", "step": 2')
     run.truncate_metrics(2)
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == records[:4]
