@@ -1,4 +1,4 @@
-"""`rlctl model check`: a model that rounds in bfloat16 is proven, one that computes something else is refused."""
+"""`rlctl model check`: a model that rounds in bfloat16 is proven. A model with another computation is refused."""
 
 import inspect
 import json
@@ -45,17 +45,17 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-def changed(folder: Path, keys: dict[str, Any]) -> Path:
+def copy_with_keys(folder: Path, keys: dict[str, Any]) -> Path:
     """Copy a folder with other values of keys that its config.json has."""
-    other = shutil.copytree(folder, folder.with_name("other"))
-    config = json.loads((other / "config.json").read_text())
+    copy = shutil.copytree(folder, folder.with_name("other"))
+    config = json.loads((copy / "config.json").read_text())
     assert config.keys() >= keys.keys()
-    (other / "config.json").write_text(json.dumps(config | keys))
-    return other
+    (copy / "config.json").write_text(json.dumps(config | keys))
+    return copy
 
 
 @contextmanager
-def in_dtype(dtype: Any, folder: Path, scratch: Path) -> Iterator[CheckedTrainer]:
+def open_trainer(dtype: Any, folder: Path, scratch: Path) -> Iterator[CheckedTrainer]:
     run, files, _ = checked_run(find_target(str(folder), scratch), scratch)
     with checked_trainer(replace(run.trainer, dtype=dtype), files.folder, "cpu", scratch) as trainer:
         yield trainer
@@ -65,66 +65,78 @@ def layers_of(trainer: CheckedTrainer) -> Any:
     return trainer.rank._policy.lm.model.layers
 
 
-def set_attention(key: str, value: Callable[[Any], Any]) -> Callable[[CheckedTrainer], None]:
-    """A value of `self_attn` by its present one, in every layer that has one."""
+def modeling_of(trainer: CheckedTrainer) -> Any:
+    """Return the module of transformers that the model's class is from."""
+    return sys.modules[type(trainer.rank._policy.lm).__module__]
 
-    def change(trainer: CheckedTrainer) -> None:
+
+def set_attention(name: str, make_setting: Callable[[Any], Any]) -> Callable[[CheckedTrainer], None]:
+    """Return a mutation: another setting of `self_attn`, made of its present one, in every layer that has one."""
+
+    def mutate(trainer: CheckedTrainer) -> None:
         for layer in layers_of(trainer):
-            if (present := getattr(layer.self_attn, key)) is not None:
-                setattr(layer.self_attn, key, value(present))
+            if (present := getattr(layer.self_attn, name)) is not None:
+                setattr(layer.self_attn, name, make_setting(present))
 
-    return change
+    return mutate
 
 
 def set_rotary(base: float, share: float = 1.0) -> Callable[[CheckedTrainer], None]:
-    """Another base, and angles for another share of a head."""
+    """Return a mutation: another base, and angles for another share of a head."""
 
-    def change(trainer: CheckedTrainer) -> None:
+    def mutate(trainer: CheckedTrainer) -> None:
         rotary = trainer.rank._policy.lm.model.rotary_emb
         pairs = round(share * len(rotary.inv_freq))
         rotary.inv_freq = base ** -(torch.arange(pairs, dtype=torch.float32) / pairs)
 
-    return change
+    return mutate
 
 
-def set_logits(**values: Any) -> Callable[[CheckedTrainer], None]:
-    def change(trainer: CheckedTrainer) -> None:
+def set_logits(**fields: Any) -> Callable[[CheckedTrainer], None]:
+    """Return a mutation: other facts of the logits."""
+
+    def mutate(trainer: CheckedTrainer) -> None:
         policy = trainer.rank._policy
-        kinds = replace(policy.facts.kinds, logits=replace(policy.facts.kinds.logits, **values))
+        kinds = replace(policy.facts.kinds, logits=replace(policy.facts.kinds.logits, **fields))
         policy.facts = replace(policy.facts, kinds=kinds)
 
-    return change
+    return mutate
 
 
-def without_one(trainer: CheckedTrainer) -> None:
-    """Norms scale by their weights instead of one more."""
+def subtract_one_from_norms(trainer: CheckedTrainer) -> None:
+    """Make norms scale by their weights instead of one more."""
     with torch.no_grad():
-        for name, each in trainer.rank._policy.lm.named_parameters():
+        for name, parameter in trainer.rank._policy.lm.named_parameters():
             if "norm" in name:
-                each.sub_(1.0)
+                parameter.sub_(1.0)
 
 
-def without_normalised_routes(trainer: CheckedTrainer) -> None:
+def drop_normalised_routes(trainer: CheckedTrainer) -> None:
     for layer in layers_of(trainer):
         layer.mlp.gate.norm_topk_prob = False
 
 
-def without_restarts(trainer: CheckedTrainer) -> None:
-    """States pass on to the next sequence of a pack."""
-    home = sys.modules[type(trainer.rank._policy.lm).__module__]
-    for name in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
-        setattr(home, name, inspect.unwrap(getattr(home, name)))
+# Kernels of transformers whose states the trainer restarts at each sequence of a pack.
+RESTARTED = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 
-GATE, UP = (f"model.layers.1.mlp.experts.0.{side}_proj.weight" for side in ("gate", "up"))
+def drop_restarts(trainer: CheckedTrainer) -> None:
+    """Let states pass on to the next sequence of a pack."""
+    modeling = modeling_of(trainer)
+    for name in RESTARTED:
+        setattr(modeling, name, inspect.unwrap(getattr(modeling, name)))
 
 
-def with_gate_as_up(trainer: CheckedTrainer) -> None:
-    """One expert's halves are read the other way round."""
-    held = {each.name: each.tensor for each in trainer.rank.shards()}
-    gate = held[GATE].clone()
-    held[GATE].copy_(held[UP])
-    held[UP].copy_(gate)
+GATE = "model.layers.1.mlp.experts.0.gate_proj.weight"
+UP = "model.layers.1.mlp.experts.0.up_proj.weight"
+
+
+def swap_gate_and_up(trainer: CheckedTrainer) -> None:
+    """Swap the halves of one expert."""
+    tensors = {shard.name: shard.tensor for shard in trainer.rank.shards()}
+    gate = tensors[GATE].clone()
+    tensors[GATE].copy_(tensors[UP])
+    tensors[UP].copy_(gate)
 
 
 # A family, and a part of its trainer that a wrong derivation would make.
@@ -136,53 +148,62 @@ MUTATIONS: dict[str, tuple[str, Callable[[CheckedTrainer], None]]] = {
     "logits without a scale": ("cohere", set_logits(scale=1.0)),
     "another rotary base": ("llama", set_rotary(9500.0)),
     "angles for half of their share": ("glm", set_rotary(10000.0, 0.5)),
-    "norms without their one": ("gemma", without_one),
-    "routes that do not add up to one": ("qwen3_moe", without_normalised_routes),
-    "an expert's gate for its up": ("qwen3_moe", with_gate_as_up),
-    "states that go on": ("qwen3_next", without_restarts),
+    "norms without their one": ("gemma", subtract_one_from_norms),
+    "routes that do not add up to one": ("qwen3_moe", drop_normalised_routes),
+    "an expert's gate for its up": ("qwen3_moe", swap_gate_and_up),
+    "states that go on": ("qwen3_next", drop_restarts),
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("what", MUTATIONS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_trainer_that_is_derived_wrongly_is_refused(
-    what: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mutation: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, mutate = MUTATIONS[what]
-    folder = make_family(tmp_path / name, name)
-    with in_dtype(dtype, folder, tmp_path) as trainer:
-        home = sys.modules[type(trainer.rank._policy.lm).__module__]
-        for each in ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"):
-            # Put back after the test.
-            if hasattr(home, each):
-                monkeypatch.setattr(home, each, getattr(home, each))
+    family, mutate = MUTATIONS[mutation]
+    folder = make_family(tmp_path / family, family)
+    with open_trainer(dtype, folder, tmp_path) as trainer:
+        modeling = modeling_of(trainer)
+        for kernel_name in RESTARTED:
+            # `monkeypatch` puts the kernel back after the test.
+            if hasattr(modeling, kernel_name):
+                monkeypatch.setattr(modeling, kernel_name, getattr(modeling, kernel_name))
         sequences = checked_sequences(trainer, VOCAB, 72)[:8]
-        right = as_transformers(trainer, str(folder), "cpu", sequences)
+        right_finding = as_transformers(trainer, str(folder), "cpu", sequences)
         mutate(trainer)
-        wrong = as_transformers(trainer, str(folder), "cpu", sequences)
-        assert right.holds, right.text
-        assert wrong.holds is False and ". Look first, in the trainer, at " in wrong.text, wrong.text
-        assert ". Look first" not in right.text
-        assert wrong.figures["transformers_diff"] > 20 * right.figures["transformers_diff"]
-        if mutate is without_restarts:
-            leaked = next(iter(packed_alone(trainer, sequences, tmp_path / "state")))
-            assert leaked.holds is False and ". Look first, in the pack, at states in" in leaked.text, leaked.text
+        wrong_finding = as_transformers(trainer, str(folder), "cpu", sequences)
+        assert right_finding.holds, right_finding.text
+        assert wrong_finding.holds is False and ". Look first, in the trainer, at " in wrong_finding.text, (
+            wrong_finding.text
+        )
+        assert ". Look first" not in right_finding.text
+        assert wrong_finding.figures["transformers_diff"] > 20 * right_finding.figures["transformers_diff"]
+        if mutate is drop_restarts:
+            leaked_finding = next(iter(packed_alone(trainer, sequences, tmp_path / "state")))
+            assert leaked_finding.holds is False and ". Look first, in the pack, at states in" in leaked_finding.text, (
+                leaked_finding.text
+            )
 
 
 @dataclass(frozen=True)
-class Renamed:
-    """A trainer's end of a refit that has other names for some tensors, and none for others."""
+class RenamingRank:
+    """A trainer's end of a refit that has other names for some tensors, and leaves out others."""
 
     rank: Any
+    # None: the tensor is left out.
     names: dict[str, str | None]
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
-        return [each for each in self.rank.layout(dtype) if self.names.get(each[0], "") is not None]
+        return [tensor for tensor in self.rank.layout(dtype) if self.names.get(tensor[0], "") is not None]
 
     def shards(self) -> list[Shard]:
-        renamed = ((each, self.names.get(each.name, each.name)) for each in self.rank.shards())
-        return [replace(each, name=name) for each, name in renamed if name is not None]
+        shards = []
+        for shard in self.rank.shards():
+            name = self.names.get(shard.name, shard.name)
+            if name is not None:
+                shards.append(replace(shard, name=name))
+        return shards
 
 
 BUFFER = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -209,17 +230,19 @@ SENT_WRONGLY: dict[str, tuple[str, dict[str, str | None], dict[str, str]]] = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", SENT_WRONGLY)
-def test_a_trainer_that_sends_wrongly_is_refused(what: str, tmp_path: Path) -> None:
-    name, names, refusals = SENT_WRONGLY[what]
-    run, files, placement = checked_run(find_target(str(make_family(tmp_path / name, name)), tmp_path), tmp_path)
+@pytest.mark.parametrize("mistake", SENT_WRONGLY)
+def test_a_trainer_that_sends_wrongly_is_refused(mistake: str, tmp_path: Path) -> None:
+    family, names, refusals = SENT_WRONGLY[mistake]
+    folder = make_family(tmp_path / family, family)
+    run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
     spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32)
     with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
-        trainer.sender = SendsWeights(Renamed(trainer.rank, names), 0, torch.device("cpu"))
-        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, 1.00001, IMPORTS))
-    assert {each.subject for each in found if not each.holds} >= refusals.keys()
-    for each in found:
-        assert each.holds or re.search(refusals[each.subject], each.text), each
+        trainer.sender = SendsWeights(RenamingRank(trainer.rank, names), 0, torch.device("cpu"))
+        findings = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, 1.00001, IMPORTS))
+    failures = [finding for finding in findings if not finding.holds]
+    assert {failure.subject for failure in failures} >= refusals.keys()
+    for failure in failures:
+        assert re.search(refusals[failure.subject], failure.text), failure
 
 
 def set_last_epsilon(trainer: CheckedTrainer) -> None:
@@ -227,13 +250,16 @@ def set_last_epsilon(trainer: CheckedTrainer) -> None:
 
 
 def test_the_epsilon_of_the_last_norm_alone_is_found(tmp_path: Path) -> None:
-    with in_dtype("float32", make_family(tmp_path / "llama", "llama"), tmp_path) as trainer:
+    with open_trainer("float32", make_family(tmp_path / "llama", "llama"), tmp_path) as trainer:
         sequences = checked_sequences(trainer, VOCAB, 72)
-        right = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
-        assert right.holds, right.text
+        right_finding = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
+        assert right_finding.holds, right_finding.text
         set_last_epsilon(trainer)
-        wrong = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
-        assert wrong.holds is False and wrong.figures["faint_diff"] > 100 * right.figures["faint_diff"], wrong.text
+        wrong_finding = faintly_as_transformers(trainer, "cpu", sequences, tmp_path)
+        assert (
+            wrong_finding.holds is False
+            and wrong_finding.figures["faint_diff"] > 100 * right_finding.figures["faint_diff"]
+        ), wrong_finding.text
         # The first weights are back.
         assert as_transformers(trainer, str(tmp_path / "llama"), "cpu", sequences).figures["transformers_diff"] < 1e-4
 
@@ -248,27 +274,32 @@ WRONG_ENGINES: dict[str, tuple[str, dict[str, Any], Callable[[CheckedTrainer], N
 
 # One start of an engine shows the kind; the others are long.
 @pytest.mark.parametrize(
-    "what",
-    ["the last norm's epsilon", *(pytest.param(each, marks=pytest.mark.long) for each in list(WRONG_ENGINES)[1:])],
+    "mistake",
+    [
+        "the last norm's epsilon",
+        pytest.param("the epsilon of every norm", marks=pytest.mark.long),
+        pytest.param("a tie", marks=pytest.mark.long),
+    ],
 )
-def test_an_engine_with_a_wrong_epsilon_or_tie_is_refused(what: str, tmp_path: Path) -> None:
-    name, keys, change, said = WRONG_ENGINES[what]
-    folder = make_family(tmp_path / name, name)
+def test_an_engine_with_a_wrong_epsilon_or_tie_is_refused(mistake: str, tmp_path: Path) -> None:
+    family, keys, mutate, message = WRONG_ENGINES[mistake]
+    folder = make_family(tmp_path / family, family)
     run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
     if keys.get("tie_word_embeddings") is False:
-        # Saved twice, as some folders have it.
-        held = load_file(folder / "model.safetensors")
-        head = held["model.embed_tokens.weight"].clone()
-        save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
-    engine = changed(folder, keys)
-    spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32, model_path=str(engine))
+        # The embedding is saved twice, as in some folders.
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine_folder = copy_with_keys(folder, keys)
+    spec = replace(engine_spec(run, files, (), placement), version=0, kv_cache_mib=32, model_path=str(engine_folder))
     bound = bound_of(run, "cpu", "float32")
     with checked_trainer(run.trainer, files.folder, "cpu", tmp_path) as trainer:
-        if change is not None:
-            change(trainer)
-        found = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, bound, IMPORTS))
-    wrong = [each for each in found if each.holds is False and "token_mult_prob_error" in each.figures]
-    assert wrong and said in wrong[0].text, found
+        if mutate is not None:
+            mutate(trainer)
+        findings = list(engine_findings(trainer, spec, VOCAB, tmp_path, True, bound, IMPORTS))
+    failures = [finding for finding in findings if finding.holds is False]
+    gaps = [failure for failure in failures if "token_mult_prob_error" in failure.figures]
+    assert gaps and message in gaps[0].text, findings
 
 
 @pytest.mark.long
@@ -278,9 +309,9 @@ def test_an_engine_that_rounds_a_folder_is_proven_from_its_first_refit(name: str
     folder = make_family(tmp_path / name, name)
     run, files, placement = checked_run(find_target(str(folder), tmp_path), tmp_path)
     settings = replace(run.config, trainer=replace(run.config.trainer, dtype="bfloat16"))
-    found = list(check_model(replace(run, config=settings), files, placement, True, tmp_path, IMPORTS))
-    assert [each.text for each in found if each.holds is False] == []
-    assert len([each for each in found if each.holds]) == 7
+    findings = list(check_model(replace(run, config=settings), files, placement, True, tmp_path, IMPORTS))
+    assert [finding.text for finding in findings if finding.holds is False] == []
+    assert len([finding for finding in findings if finding.holds]) == 7
 
 
 @pytest.mark.long
@@ -288,16 +319,16 @@ def test_an_engine_that_rounds_a_folder_is_proven_from_its_first_refit(name: str
 def test_a_wrong_tie_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlctl.models import derive
 
-    facts_of = derive.load_facts
+    load_facts = derive.load_facts
 
-    def wrong(folder: Path) -> Any:
-        facts = facts_of(folder)
+    def load_wrong_facts(folder: Path) -> Any:
+        facts = load_facts(folder)
         return replace(facts, sizes=replace(facts.sizes, tied=not facts.sizes.tied))
 
     folder = make_family(tmp_path / name, name)
-    monkeypatch.setattr(derive, "load_facts", wrong)
+    monkeypatch.setattr(derive, "load_facts", load_wrong_facts)
     try:
-        with in_dtype("float32", folder, tmp_path) as trainer:
+        with open_trainer("float32", folder, tmp_path) as trainer:
             sequences = checked_sequences(trainer, VOCAB, 72)
             assert as_transformers(trainer, str(folder), "cpu", sequences).holds is False
     except (ModelError, ValueError) as error:
@@ -309,46 +340,49 @@ def test_a_wrong_tie_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_states_that_round_are_proven_in_float32(name: str, tmp_path: Path) -> None:
     """A decay in bfloat16 was 0.001 (minimax) and 0.012 nats (olmo_hybrid) off transformers' float32."""
     folder = make_family(tmp_path / name, name)
-    with in_dtype("bfloat16", folder, tmp_path) as trainer:
+    with open_trainer("bfloat16", folder, tmp_path) as trainer:
         sequences = checked_sequences(trainer, VOCAB, 72)[:8]
-        found = [*packed_alone(trainer, sequences, tmp_path / "state")]
-        found.append(as_transformers(trainer, str(folder), "cpu", sequences))
-    for each in found:
-        assert each.holds, each.text
-    assert found[0].figures["max_abs_diff"] < 1e-4 and found[2].figures["transformers_diff"] < 1e-4
+        log_probs, gradients = packed_alone(trainer, sequences, tmp_path / "state")
+        transformers = as_transformers(trainer, str(folder), "cpu", sequences)
+    for finding in (log_probs, gradients, transformers):
+        assert finding.holds, finding.text
+    assert log_probs.figures["max_abs_diff"] < 1e-4
+    assert transformers.figures["transformers_diff"] < 1e-4
 
 
 @pytest.mark.long  # the one below shows both mechanisms
 @pytest.mark.parametrize("name", WRONG)
 def test_rounding_is_proven_and_a_wrong_key_refused(name: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path / name, name)
-    other = changed(folder, WRONG[name])
-    with in_dtype("bfloat16", folder, tmp_path) as trainer:
+    wrong_folder = copy_with_keys(folder, WRONG[name])
+    with open_trainer("bfloat16", folder, tmp_path) as trainer:
         sequences = checked_sequences(trainer, VOCAB, 72)
-        for found in packed_alone(trainer, sequences, tmp_path / "state"):
-            assert found.holds, found.text
-        right, wrong = (as_transformers(trainer, str(each), "cpu", sequences) for each in (folder, other))
-        assert right.holds, right.text
-        assert wrong.holds is False and right.figures["transformers_diff"] < 1e-4
+        for finding in packed_alone(trainer, sequences, tmp_path / "state"):
+            assert finding.holds, finding.text
+        right_finding = as_transformers(trainer, str(folder), "cpu", sequences)
+        wrong_finding = as_transformers(trainer, str(wrong_folder), "cpu", sequences)
+        assert right_finding.holds, right_finding.text
+        assert wrong_finding.holds is False and right_finding.figures["transformers_diff"] < 1e-4
 
 
 def test_a_wrong_key_and_kernels_that_are_wrong_in_bfloat16_alone_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_family(tmp_path / "granite", "granite")
-    other = changed(folder, {"attention_multiplier": 0.09})
-    with in_dtype("bfloat16", folder, tmp_path) as trainer:
+    wrong_folder = copy_with_keys(folder, {"attention_multiplier": 0.09})
+    with open_trainer("bfloat16", folder, tmp_path) as trainer:
         sequences = checked_sequences(trainer, VOCAB, 24)
-        found = [as_transformers(trainer, str(each), "cpu", sequences).holds for each in (folder, other)]
-        assert found == [True, False]
-        right = trainer.log_probs
+        assert as_transformers(trainer, str(folder), "cpu", sequences).holds is True
+        assert as_transformers(trainer, str(wrong_folder), "cpu", sequences).holds is False
+        right_log_probs = trainer.log_probs
 
-        def leaking(sequences: Any, *, packed: bool = True) -> Any:
-            """Every token sees the sequence before its own, as a bound of a pack that is lost has it."""
+        def leaking_log_probs(sequences: Any, *, packed: bool = True) -> Any:
+            """Let every token see the sequence before its own, as if the pack had lost its bounds."""
             if not packed:
-                return right(sequences, packed=False)
-            return np.split(right([np.concatenate(sequences)])[0], np.cumsum([len(each) for each in sequences])[:-1])
+                return right_log_probs(sequences, packed=False)
+            ends = np.cumsum([len(sequence) for sequence in sequences])
+            return np.split(right_log_probs([np.concatenate(sequences)])[0], ends[:-1])
 
-        monkeypatch.setattr(trainer, "log_probs", leaking)
-        leaked = next(iter(packed_alone(trainer, sequences, tmp_path / "state")))
-        assert leaked.holds is False and leaked.figures["max_abs_diff"] < 1e-4
+        monkeypatch.setattr(trainer, "log_probs", leaking_log_probs)
+        leaked_finding = next(iter(packed_alone(trainer, sequences, tmp_path / "state")))
+        assert leaked_finding.holds is False and leaked_finding.figures["max_abs_diff"] < 1e-4

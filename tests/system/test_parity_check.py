@@ -28,7 +28,7 @@ from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, 
 from tests.tiny_models import make_model
 
 DEADLINE = 600.0
-PROMPTS = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
+TASKS = [Task(f"r{number}", [5 + number, 9, 12], "", None) for number in range(4)]
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,23 @@ class MakeTrainer:
     def __call__(self) -> TrainerWorker:
         return TrainerWorker(
             TrainerSpec(
-                self.config,
-                str(self.folder),
-                str(self.folder),
-                0,
-                1,
-                f"file://{self.store}",
-                "cpu",
-                1.0,
-                1,
-                0,
-                None,
-                {},
+                config=self.config,
+                model_path=str(self.folder),
+                tokenizer_path=str(self.folder),
+                rank=0,
+                world=1,
+                init_method=f"file://{self.store}",
+                device="cpu",
+                temperature=1.0,
+                total_updates=1,
+                seed=0,
+                profile=None,
+                roles={},
             )
         )
 
 
-def parts_of(
+def make_components(
     section: TrainerSettings, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
 ) -> GrpoComponents:
     unused = (
@@ -70,23 +70,22 @@ def parts_of(
         "failure_cause",
         "tool_cause",
     )
-    rest: Any = dict.fromkeys(unused)
+    unused_parts: Any = dict.fromkeys(unused)
     runner = RolloutRunner(SingleTurnPlayer(), dispatcher)
-    return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, runner, **rest)
+    return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, runner, **unused_parts)
 
 
 def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_path: Path) -> None:
-    right, wrong = (
-        make_model(tmp_path / name, "qwen3_moe", seed=seed) for seed, name in enumerate(("right", "wrong"), 1)
-    )
+    right_model = make_model(tmp_path / "right", "qwen3_moe", seed=1)
+    wrong_model = make_model(tmp_path / "wrong", "qwen3_moe", seed=2)
     run = load("grpo", None, []).settled.settle_on(RunMachine("cpu"), None)
     config = run.config
-    make = MakeTrainer(run.trainer, right, tmp_path / "store")
-    trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
+    make_trainer = MakeTrainer(run.trainer, right_model, tmp_path / "store")
+    trainer = WorkerGroup([WorkerSpec("trainer-0", make_trainer)], DEADLINE)
     # Both cut the distribution of training rollouts, whose log-probs are larger by the cut.
-    spec = replace(spec_for(right), top_p=0.8, top_k=40)
+    spec = replace(spec_for(right_model), top_p=0.8, top_k=40)
     pool = GeneratorPool(spec, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
-    source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)
+    source = WorkerGroup([WorkerSpec("source", MakeSource(wrong_model, FolderSource))], DEADLINE)
     with ExitStack() as stack:
         for part in (pool, source, trainer):
             stack.callback(part.kill)
@@ -95,19 +94,18 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         pool.wait_until_built()
         dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
         stack.callback(dispatcher.close)
-        for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
-            pool.connect(Refit(group, refit_options("shm", tmp_path / folder)))
-            parts = parts_of(run.trainer, trainer, pool, dispatcher)
-            if passes:
-                gap = probe(config, parts, PROMPTS, 0, "float32", bound=1.00001)
-                assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
-                assert pool.version == 0
-            else:
-                said = r"error .* at most 1\.00001 in float32.* Look first, on both sides, at 4 experts$"
-                with pytest.raises(ProbeError, match=said):
-                    probe(config, parts, PROMPTS, 1, "float32", bound=1.00001)
-                # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
-                config.async_.enabled = True
-                measured = compare(parts, sample_parity(config, parts, PROMPTS, 1)).token_mult_prob_error
-                (warning,) = grpo_health(run).look(1, {PARITY.name: measured})
-                assert warning.check == "mismatch" and warning.value > 1.05
+        pool.connect(Refit(trainer, refit_options("shm", tmp_path / "a")))
+        components = make_components(run.trainer, trainer, pool, dispatcher)
+        gap = probe(config, components, TASKS, 0, "float32", bound=1.00001)
+        assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
+        assert pool.version == 0
+        pool.connect(Refit(source, refit_options("shm", tmp_path / "b")))
+        components = make_components(run.trainer, trainer, pool, dispatcher)
+        refusal = r"error .* at most 1\.00001 in float32.* Look first, on both sides, at 4 experts$"
+        with pytest.raises(ProbeError, match=refusal):
+            probe(config, components, TASKS, 1, "float32", bound=1.00001)
+        # An asynchronous run whose engine has come to hold other weights is warned.
+        config.async_.enabled = True
+        gap = compare(components, sample_parity(config, components, TASKS, 1))
+        (warning,) = grpo_health(run).look(1, {PARITY.name: gap.token_mult_prob_error})
+        assert warning.check == "mismatch" and warning.value > 1.05

@@ -19,95 +19,112 @@ DEADLINE = 600.0
 BLOCK = 32
 
 
-def engine_on(folder: Path, logs: Path, name: str, *, cache: bool = True, reset: bool = True) -> Worker:
+def start_engine(folder: Path, logs: Path, name: str, *, cache: bool = True, reset: bool = True) -> Worker:
     spec = replace(spec_for(folder, 256), prefix_caching=cache, reset_prefix_cache=reset)
-    return Worker(
-        WorkerSpec(name, partial(make_vllm_engine, spec), environment("cpu", []), str(logs / f"{name}.log"), 4)
-    )
+    make_engine = partial(make_vllm_engine, spec)
+    log = str(logs / f"{name}.log")
+    return Worker(WorkerSpec(name, make_engine, environment("cpu", []), log=log, threads=4))
 
 
-def request(number: int, turn: int, prompt: list[int], longest: int = 24) -> TurnRequest:
+def make_request(number: int, turn: int, prompt: list[int], max_tokens: int = 24) -> TurnRequest:
+    """Make a request of the rollout with this number. Every fourth is greedy."""
     rollout = RolloutId("train", f"t{number}", number, 0)
-    return TurnRequest(RequestId(rollout, turn), prompt, longest, float(number % 4 > 0), turn_seed(number, turn))
-
-
-def same(one: list[Completion], other: list[Completion]) -> bool:
-    return all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
-        for a, b in zip(one, other, strict=True)
+    return TurnRequest(
+        id=RequestId(rollout, turn),
+        prompt_tokens=prompt,
+        max_new_tokens=max_tokens,
+        temperature=0.0 if number % 4 == 0 else 1.0,
+        seed=turn_seed(number, turn),
     )
 
 
-def cached(engine: Worker) -> tuple[int, int]:
-    """Prompt tokens found in the engine's cache so far, and all prompt tokens."""
-    (told,) = engine.start(Engine.collect, 0.0).wait(DEADLINE)
-    return told.stats.cached_tokens, told.stats.prompt_tokens
+def are_equal(answers: list[Completion], expected_answers: list[Completion]) -> bool:
+    """Return True if tokens and log-probs are the same to the last bit."""
+    for answer, expected in zip(answers, expected_answers, strict=True):
+        if not np.array_equal(answer.tokens, expected.tokens):
+            return False
+        if not np.array_equal(answer.log_probs, expected.log_probs):
+            return False
+    return True
+
+
+def count_cached(engine: Worker) -> tuple[int, int]:
+    """Return the number of prompt tokens that the engine's cache had so far, and of all prompt tokens."""
+    (finished,) = engine.start(Engine.collect, 0.0).wait(DEADLINE)
+    return finished.stats.cached_tokens, finished.stats.prompt_tokens
 
 
 @pytest.mark.long  # a fact about vLLM, to be looked at when its version changes
 def test_a_prefix_hit_changes_no_bit(ray_here: Path, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", max_length=256, seed=1)
-    with_cache, without = (engine_on(folder, ray_here, f"cache-{on}", cache=on) for on in (True, False))
+    with_cache = start_engine(folder, ray_here, "cache-True", cache=True)
+    without_cache = start_engine(folder, ray_here, "cache-False", cache=False)
     random = np.random.default_rng(0)
     # Half of the prompts end at the edge of a block, or one token away.
     edges = [BLOCK * random.integers(1, 3) + random.integers(-1, 2) for _ in range(24)]
     lengths = [*edges, *random.integers(1, 90, 24)]
     prompts = [random.integers(3, 64, length).tolist() for length in lengths]
     try:
-        for engine in (with_cache, without):
+        for engine in (with_cache, without_cache):
             engine.built().wait(DEADLINE)
         for turn in range(4):
-            wanted = [request(number, turn, prompt) for number, prompt in enumerate(prompts)]
-            plain = sample(without, wanted).unpack()
-            shuffled = random.permutation(len(wanted)).tolist()
-            found = sample(with_cache, [wanted[place] for place in shuffled]).unpack()
-            assert same([plain[place] for place in shuffled], found)
-            said = [random.integers(3, 64, random.integers(1, 16)).tolist() for _ in prompts]
-            prompts = [p + one.tokens.tolist() + more for p, one, more in zip(prompts, plain, said, strict=True)]
-        hits, whole = cached(with_cache)
-        assert hits > 0.6 * whole and cached(without) == (0, 0)
+            requests = [make_request(number, turn, prompt) for number, prompt in enumerate(prompts)]
+            answers = sample(without_cache, requests).unpack()
+            order = random.permutation(len(requests)).tolist()
+            cached_answers = sample(with_cache, [requests[number] for number in order]).unpack()
+            assert are_equal(cached_answers, [answers[number] for number in order])
+            replies = [random.integers(3, 64, random.integers(1, 16)).tolist() for _ in prompts]
+            turns = zip(prompts, answers, replies, strict=True)
+            prompts = [prompt + answer.tokens.tolist() + reply for prompt, answer, reply in turns]
+        cached_tokens, prompt_tokens = count_cached(with_cache)
+        assert cached_tokens > 0.6 * prompt_tokens and count_cached(without_cache) == (0, 0)
     finally:
         with_cache.kill()
-        without.kill()
+        without_cache.kill()
 
 
 def test_a_turn_after_a_refit_reads_no_keys_of_older_weights_unless_configured(ray_here: Path, tmp_path: Path) -> None:
-    old, new = (make_model(tmp_path / name, max_length=256, seed=seed) for name, seed in (("old", 1), ("new", 2)))
-    resets, keeps = engine_on(old, ray_here, "resets"), engine_on(new, ray_here, "keeps", reset=False)
-    sources = {
-        folder: WorkerGroup([WorkerSpec("source", MakeSource(folder, FolderSource))], DEADLINE) for folder in (old, new)
-    }
+    old = make_model(tmp_path / "old", max_length=256, seed=1)
+    new = make_model(tmp_path / "new", max_length=256, seed=2)
+    resetting = start_engine(old, ray_here, "resets")
+    keeping = start_engine(new, ray_here, "keeps", reset=False)
+    old_source = WorkerGroup([WorkerSpec("source", MakeSource(old, FolderSource))], DEADLINE)
+    new_source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
     random = np.random.default_rng(0)
-    asked = [
-        request(number, 1, random.integers(3, 64, length).tolist()) for number, length in enumerate((150, 97, 64, 33))
-    ]
+    requests = []
+    for number, length in enumerate((150, 97, 64, 33)):
+        requests.append(make_request(number, 1, random.integers(3, 64, length).tolist()))
 
-    def ask(engine: Worker) -> list[Completion]:
-        return sample(engine, asked).unpack()
+    def answer(engine: Worker) -> list[Completion]:
+        return sample(engine, requests).unpack()
 
-    def refit(engine: Worker, folder: Path, version: int) -> None:
-        one = Refit(sources[folder], refit_options("shm", tmp_path / f"{folder.name}{version}", in_flight=True))
-        one.open([EngineEnd(engine, 1)])
-        one.run([EngineEnd(engine, 1)], version)
+    def refit_engine(engine: Worker, source: WorkerGroup, folder: Path) -> None:
+        refit = Refit(source, refit_options("shm", folder, in_flight=True))
+        refit.open([EngineEnd(engine, 1)])
+        refit.run([EngineEnd(engine, 1)], 1)
 
     try:
-        for each in (*sources.values(), resets, keeps):
-            each.built().wait(DEADLINE)
-        by_new, by_old = ask(keeps), ask(resets)
-        assert not same(by_new, by_old)
+        for worker in (old_source, new_source, resetting, keeping):
+            worker.built().wait(DEADLINE)
+        by_new = answer(keeping)
+        by_old = answer(resetting)
+        assert not are_equal(by_new, by_old)
         # Within a version every computed prefix is found.
-        assert same(ask(resets), by_old) and cached(resets)[0] > 0.4 * cached(resets)[1]
+        assert are_equal(answer(resetting), by_old)
+        cached_tokens, prompt_tokens = count_cached(resetting)
+        assert cached_tokens > 0.4 * prompt_tokens
         # The turn before is being sampled while the weights change.
-        first = request(9, 0, random.integers(3, 64, 100).tolist(), 120)
-        resets.start(Engine.submit, [first]).wait(DEADLINE)
-        refit(resets, new, 1)
-        resets.start(Engine.submit, asked).wait(DEADLINE)
-        said, *found = collect_all(resets, [first, *asked])
-        assert same(found, by_new)
-        follows = [request(9, 1, first.prompt_tokens + said.tokens.tolist() + [5, 6])]
-        assert same(sample(resets, follows).unpack(), sample(keeps, follows).unpack())
-        refit(keeps, old, 1)
-        assert not same(ask(keeps), by_old)
+        first_turn = make_request(9, 0, random.integers(3, 64, 100).tolist(), 120)
+        resetting.start(Engine.submit, [first_turn]).wait(DEADLINE)
+        refit_engine(resetting, new_source, tmp_path / "new1")
+        resetting.start(Engine.submit, requests).wait(DEADLINE)
+        first_answer, *answers = collect_all(resetting, [first_turn, *requests])
+        assert are_equal(answers, by_new)
+        history = first_turn.prompt_tokens + first_answer.tokens.tolist() + [5, 6]
+        second_turn = make_request(9, 1, history)
+        assert are_equal(sample(resetting, [second_turn]).unpack(), sample(keeping, [second_turn]).unpack())
+        refit_engine(keeping, old_source, tmp_path / "old1")
+        assert not are_equal(answer(keeping), by_old)
     finally:
-        for worker in (resets, keeps, *sources.values()):
+        for worker in (resetting, keeping, old_source, new_source):
             worker.kill()

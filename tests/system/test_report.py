@@ -2,6 +2,7 @@
 bounded time and size, light, dark and narrow.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,12 @@ MOST_BYTES = 3_000_000
 MOST_CPU_S = 10.0
 
 
-def write(root: Path, name: str, synchronous: bool) -> Path:
-    def metrics(step: int) -> dict[str, float]:
-        more = {f"further/{number}": float(step * number % 17) for number in range(12)}
-        return {**(step_metrics(step) if synchronous else async_metrics(step)), **more}
+def write_long_run(root: Path, name: str, make_metrics: Callable[[int], dict[str, float]]) -> None:
+    def make_more_metrics(step: int) -> dict[str, float]:
+        further = {f"further/{number}": float(step * number % 17) for number in range(12)}
+        return make_metrics(step) | further
 
-    run = write_run(root, name, STEPS, metrics=metrics)
+    run = write_run(root, name, STEPS, metrics=make_more_metrics)
     run.config.write_text(f"kind: grpo\nrun:\n  name: {name}  # from override 1: run.name={name}\n")
     EventLog(run.events).emit("warning", what="accuracy fell", check="accuracy_drop", step=120)
     file = RolloutsFile(run.rollouts, 1 << 30, lambda *_, **__: None)
@@ -37,28 +38,26 @@ def write(root: Path, name: str, synchronous: bool) -> Path:
         for task in range(2):
             record = {"task": f"e0-r{task}", "prompt": "2+2=", "answer": "4", "outcome": "trained"}
             file.groups(step, "train", [{**record, "rollouts": rollouts}])
-    return run.path
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of two runs, and the folder of its pictures."""
+    """Write the page of two runs, and the folder of its pictures."""
     folder = tmp_path_factory.mktemp("report")
-    for name in ("sync", "async"):
-        write(folder, name, name == "sync")
+    write_long_run(folder, "sync", step_metrics)
+    write_long_run(folder, "async", async_metrics)
     path = folder / "both.html"
-    for arguments in (["async"], ["sync", "async", "-o", path, "--png", folder / "pictures"]):
-        words = map(str, ["report", "--dir", folder, *arguments])
-        result = CliRunner().invoke(app, [*words], catch_exceptions=False)
-        assert result.exit_code == 0, result.stderr
+    for arguments in (["async"], ["sync", "async", "-o", str(path), "--png", str(folder / "pictures")]):
+        outcome = CliRunner().invoke(app, ["report", "--dir", str(folder), *arguments], catch_exceptions=False)
+        assert outcome.exit_code == 0, outcome.stderr
     return path
 
 
 def test_a_report_of_two_long_runs_is_small_and_has_a_picture_of_each_section(report: Path) -> None:
     assert 900_000 < report.stat().st_size < MOST_BYTES
-    pictures = {each.name: each.read_bytes() for each in (report.parent / "pictures").glob("*.png")}
+    pictures = {path.name: path.read_bytes() for path in (report.parent / "pictures").glob("*.png")}
     assert {"learning.png", "step-time.png", "ages.png", "mismatch.png"} <= pictures.keys()
-    assert all(each[:4] == b"\x89PNG" and len(each) > 10_000 for each in pictures.values())
+    assert all(picture[:4] == b"\x89PNG" and len(picture) > 10_000 for picture in pictures.values())
 
 
 @pytest.mark.skipif(browser.PROGRAM is None, reason="needs a browser: apt-get install chromium")
@@ -66,26 +65,27 @@ def test_a_page_is_drawn_from_one_file_and_explains_a_curve_under_the_pointer(re
     with browser.browser(tmp_path / "profile") as page:
         page.call("Performance.enable", timeDomain="threadTicks")
         page.open(report.parent / "async/report.html", 1400)
-        used = {each["name"]: each["value"] for each in page.call("Performance.getMetrics")["metrics"]}
-        assert used["TaskDuration"] < MOST_CPU_S
+        metrics = {metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]}
+        assert metrics["TaskDuration"] < MOST_CPU_S
         page.requests.clear()
         page.open(report, 1400)
         # A canvas that holds nothing but its background would be empty of lines.
         assert page.value("[...document.querySelectorAll('[data-chart]')].every(each => each.querySelector('canvas'))")
         assert page.value(COLOURS) >= 3
-        x, y = page.value(f"(({MIDDLE})(document.querySelector('.chart')))")
-        page.move_to(x, y)
-        page.move_to(x + 3, y)
+        middle_x, middle_y = page.value(f"(({MIDDLE})(document.querySelector('.chart')))")
+        page.move_to(middle_x, middle_y)
+        page.move_to(middle_x + 3, middle_y)
         until(lambda: page.value("tip.innerText").startswith("step "))
         assert "share of scored rollouts answered right" in page.value("tip.innerText")
-        light = page.value("getComputedStyle(document.body).backgroundColor")
+        light_background = page.value("getComputedStyle(document.body).backgroundColor")
         page.value("document.querySelector('#samples input').value = 0")
         page.value("document.querySelector('#samples input').oninput()")
         assert "step 1 ·" in page.value("document.querySelector('#samples').innerText")
-        for width, dark in ((1400, True), (400, False)):
-            page.open(report, width, dark=dark)
+        for width, is_dark in ((1400, True), (400, False)):
+            page.open(report, width, dark=is_dark)
             assert page.value("document.documentElement.scrollWidth <= innerWidth")
-            assert (page.value("getComputedStyle(document.body).backgroundColor") == light) is not dark
+            background = page.value("getComputedStyle(document.body).backgroundColor")
+            assert (background != light_background) == is_dark
         assert page.errors == []
         assert {request for request in page.requests if not request.startswith("data:")} == {report.as_uri()}
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
-from rlctl.rollout.types import RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
@@ -35,7 +36,9 @@ from tests.tiny_models import make_model
 from tests.turns import turns
 from tests.waiting import PATIENCE_S, until
 
-DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
+DEADLINE = 600.0
+PROMPTS = 4
+SAMPLES = 2
 
 
 @dataclass
@@ -47,40 +50,46 @@ class Stage:
     steps: list[list[RolloutGroup]] = field(default_factory=list)
     buffer: RolloutBuffer | None = None
     dispatcher: RolloutDispatcher | None = None
-    # True to take a step's groups as they come; and the number taken before the last of their step.
-    parts: bool = False
-    taken_early: int = 0
+    # True to take a step's groups as they come.
+    takes_parts: bool = False
+    # Groups that were taken before the last of their step.
+    num_taken_early: int = 0
 
     def start(self, deadline_s: float, *settings: str) -> RolloutBuffer:
         """Begin a new run for each case, once the last one is done."""
-        size = (
+        common_settings = (
             "grpo.num_steps=8",
             f"grpo.num_prompts_per_step={PROMPTS}",
             f"grpo.num_generations_per_prompt={SAMPLES}",
+            "async.enabled=true",
+            f"run.deadline_s={deadline_s}",
         )
-        more = ("async.enabled=true", f"run.deadline_s={deadline_s}")
-        config = load("grpo", None, [*size, *more, *settings]).config
+        config = load("grpo", None, [*common_settings, *settings]).config
         assert isinstance(config, GrpoConfig)
         config = replace(config, generation=replace(config.generation, max_new_tokens=1500))
-        rows = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
-        source = TaskSource(rows, Cursor(len(rows), 0, False))
+        tasks = [Task(f"r{row}", [5 + row, 9, 12], "", None) for row in range(100)]
+        source = TaskSource(tasks, Cursor(len(tasks), 0, False))
         self.pool.sync(0)
-        self.steps, self.events[:] = [], []
-        self.parts, self.taken_early = False, 0
+        self.steps = []
+        # The pool's callback appends to this list.
+        self.events.clear()
+        self.takes_parts = False
+        self.num_taken_early = 0
         self.dispatcher = RolloutDispatcher(self.pool, config.run, self._emit)
         runner = RolloutRunner(SingleTurnPlayer(), self.dispatcher)
         self.buffer = RolloutBuffer(config, source, self.dispatcher, runner, score, self._emit)
         return self.buffer
 
     def step(self, drained: bool = False) -> None:
-        """As the loop does it; training is left out."""
+        """Make a step as the loop makes it, without training."""
         assert self.buffer
-        buffer, version = self.buffer, len(self.steps)
+        buffer = self.buffer
+        version = len(self.steps)
         buffer.admit(version)
         groups: list[RolloutGroup] = []
-        while self.parts and (part := buffer.take_part(version, 1, lambda _: nullcontext())):
+        while self.takes_parts and (part := buffer.take_part(version, 1, lambda _: nullcontext())):
             groups += part
-        self.taken_early += len(groups)
+        self.num_taken_early += len(groups)
         self.steps.append(groups + buffer.take(version, lambda _: nullcontext()))
         if drained:
             buffer.drain(lambda _: nullcontext())
@@ -89,12 +98,22 @@ class Stage:
 
     def ages(self) -> list[int]:
         """Return the age of every trained group."""
-        return [
-            version - min(int(one.sampled_versions.min()) for one in group.rollouts)
-            for version, groups in enumerate(self.steps)
-            for group in groups
-            if group.rollouts
-        ]
+        ages = []
+        for version, groups in enumerate(self.steps):
+            for group in groups:
+                if group.rollouts:
+                    oldest = min(int(rollout.sampled_versions.min()) for rollout in group.rollouts)
+                    ages.append(version - oldest)
+        return ages
+
+    def rollouts(self) -> list[Rollout]:
+        """Return the rollouts of all trained groups."""
+        groups = chain.from_iterable(self.steps)
+        return list(chain.from_iterable(group.rollouts for group in groups))
+
+    def task_ids(self) -> list[str]:
+        """Return the task of every group of all steps, in sequence."""
+        return [group.task.id for group in chain.from_iterable(self.steps)]
 
     def end(self) -> None:
         """Wait until the engine is idle: no answer of this run may reach the next one."""
@@ -104,7 +123,7 @@ class Stage:
         with patch("rlctl.rollout.dispatcher._CLOSE_S", PATIENCE_S):
             self.buffer.close()
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
 
     def _emit(self, kind: str, **fields: Any) -> None:
@@ -112,13 +131,14 @@ class Stage:
 
 
 def score(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    return [
-        replace(
-            group,
-            rollouts=[replace(one, score=Score(float(one.num_sampled % 2), {}, None, True)) for one in group.rollouts],
-        )
-        for group in groups
-    ]
+    scored_groups = []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            reward = float(rollout.num_sampled % 2)
+            rollouts.append(replace(rollout, score=Score(reward, {}, None, True)))
+        scored_groups.append(replace(group, rollouts=rollouts))
+    return scored_groups
 
 
 @pytest.fixture(scope="module")
@@ -127,15 +147,12 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = make_model(root / "model", seed=1, max_length=2048)
     spec = replace(spec_for(folder, 2048), max_num_seqs=16, forced_lengths=ForcedLengths(40, 1.6))
     events: list[dict[str, Any]] = []
+
+    def emit(kind: str, **fields: Any) -> None:
+        events.append({"kind": kind, **fields})
+
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
-    pool = GeneratorPool(
-        spec,
-        [SEAT],
-        str(ray_here),
-        DEADLINE,
-        9,
-        lambda kind, **f: events.append({"kind": kind, **f}),
-    )
+    pool = GeneratorPool(spec, [SEAT], str(ray_here), DEADLINE, 9, emit)
     try:
         source.built().wait(DEADLINE)
         pool.wait_until_built()
@@ -146,22 +163,20 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         source.kill()
 
 
-def ids(steps: list[list[RolloutGroup]]) -> list[str]:
-    return [group.task.id for groups in steps for group in groups]
-
-
 def test_rollouts_that_ended_are_handed_out_before_their_group_is_done(stage: Stage) -> None:
-    engine, requests = stage.pool.engines[0], turns(0, 12, [5, 9, 12], 1500, 3)
+    engine = stage.pool.engines[0]
+    requests = turns(0, 12, [5, 9, 12], 1500, 3)
     stage.pool.sync(0)
     collecting = engine.start(Engine.collect, DEADLINE)
     engine.start(Engine.submit, requests).wait(DEADLINE)
-    told: list[FinishedTurns] = collecting.wait(DEADLINE)
-    while sum(len(each.ids) for each in told) < 12:
-        told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
-    assert len(told) > 1 and all(each.ids for each in told)
-    assert {one for each in told for one in each.ids} == {request.id for request in requests}
-    assert all(len(each.columns.lengths) == len(each.ids) for each in told)
-    assert told[-1].stats.tokens > told[-1].stats.steps > 0
+    batches: list[FinishedTurns] = collecting.wait(DEADLINE)
+    while sum(len(batch.ids) for batch in batches) < 12:
+        batches += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
+    assert len(batches) > 1 and all(batch.ids for batch in batches)
+    finished_ids = set(chain.from_iterable(batch.ids for batch in batches))
+    assert finished_ids == {request.id for request in requests}
+    assert all(len(batch.columns.lengths) == len(batch.ids) for batch in batches)
+    assert batches[-1].stats.tokens > batches[-1].stats.steps > 0
 
 
 def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
@@ -169,31 +184,36 @@ def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
     for _ in range(5):
         stage.step(drained=True)
     stage.end()
-    rollouts = [one for groups in stage.steps for group in groups for one in group.rollouts]
-    assert all(len(np.unique(one.sampled_versions)) == 1 for one in rollouts)
+    assert all(len(np.unique(rollout.sampled_versions)) == 1 for rollout in stage.rollouts())
     assert max(stage.ages()) == 1
-    assert len(set(ids(stage.steps))) == 5 * PROMPTS
+    assert len(set(stage.task_ids())) == 5 * PROMPTS
 
 
 @pytest.mark.parametrize(
-    "policy", ["windowed_fifo", *(pytest.param(name, marks=pytest.mark.long) for name in ("in_order", "ready_first"))]
+    "policy",
+    [
+        "windowed_fifo",
+        pytest.param("in_order", marks=pytest.mark.long),
+        pytest.param("ready_first", marks=pytest.mark.long),
+    ],
 )
 def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, policy: str) -> None:
     stage.start(DEADLINE, f"async.policy={policy}", "async.max_trajectory_age_steps=2")
-    stage.parts = True
+    stage.takes_parts = True
     for _ in range(8):
         stage.step()
     stage.end()
-    assert stage.taken_early
+    assert stage.num_taken_early
     assert 0 < max(stage.ages()) <= 2
-    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
-    rollouts = [one for groups in stage.steps for group in groups for one in group.rollouts]
-    assert any(len(np.unique(one.sampled_versions)) > 1 for one in rollouts)
+    drawn_ids = [f"e0-r{row}" for row in range(8 * PROMPTS)]
+    assert sorted(stage.task_ids()) == sorted(drawn_ids)
+    rollouts = stage.rollouts()
+    assert any(len(np.unique(rollout.sampled_versions)) > 1 for rollout in rollouts)
     # No long group was left behind: the trained groups are the drawn ones.
-    trained = [one.num_sampled for one in rollouts]
-    assert stage.buffer and sorted(stage.buffer.sampled_lengths()) == sorted(trained)
+    trained_lengths = [rollout.num_sampled for rollout in rollouts]
+    assert stage.buffer and sorted(stage.buffer.sampled_lengths()) == sorted(trained_lengths)
     if policy == "in_order":
-        assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
+        assert stage.task_ids() == drawn_ids
 
 
 def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> None:
@@ -201,30 +221,31 @@ def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> No
     for _ in range(8):
         stage.step()
     stage.end()
-    redrawn = [event["prompt"] for event in stage.told("redrawn")]
+    redrawn = [event["prompt"] for event in stage.events_of("redrawn")]
     assert redrawn and len(set(redrawn)) == len(redrawn)
     assert max(stage.ages()) <= 1
-    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
+    assert sorted(stage.task_ids()) == sorted(f"e0-r{row}" for row in range(8 * PROMPTS))
 
 
 def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
     stage.start(6.0, "generation.max_generation_failures=0", "run.explain_after_s=2")
-    engine = stage.pool.engines[0].pid()
+    engine_pid = stage.pool.engines[0].pid()
     stage.step()
-    # At once: it samples for the next step.
-    os.kill(engine, signal.SIGSTOP)
+    # The engine is stopped at once, while it samples for the next step.
+    os.kill(engine_pid, signal.SIGSTOP)
     for _ in range(2):
         stage.step()
     stage.end()
-    assert stage.told("engine_lost")
-    warnings = [event["what"] for event in stage.told("warning")]
-    assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
-    dropped = [group.task.id for groups in stage.steps for group in groups if not group.rollouts]
-    assert dropped
-    # Rollouts that began together are told in their engine's order.
-    told = sorted(what for what in warnings if "dropped" in what)
-    assert told == sorted(f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped)
-    assert len(set(ids(stage.steps))) == 3 * PROMPTS
+    assert stage.events_of("engine_lost")
+    warnings = [event["what"] for event in stage.events_of("warning")]
+    waits = [warning for warning in warnings if "s without a new group: step 2 waits for" in warning]
+    assert any("engine-0 samples" in warning for warning in waits)
+    dropped_ids = [group.task.id for group in chain.from_iterable(stage.steps) if not group.rollouts]
+    assert dropped_ids
+    # Warnings about rollouts that began together come in their engine's order.
+    drop_warnings = sorted(warning for warning in warnings if "dropped" in warning)
+    assert drop_warnings == sorted(f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped_ids)
+    assert len(set(stage.task_ids())) == 3 * PROMPTS
 
 
 def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_path: Path) -> None:
@@ -235,31 +256,36 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
         pool.wait_until_built()
         config = load("grpo", None, [f"run.deadline_s={DEADLINE}"]).config
         dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
-        hung = pool.engines[0].pid()
-        os.kill(hung, signal.SIGSTOP)
-        requests = [request for group in range(20) for request in turns(group, 2, [5, 9, 12], 8, group)]
+        hung_pid = pool.engines[0].pid()
+        os.kill(hung_pid, signal.SIGSTOP)
+        requests: list[TurnRequest] = []
+        for group in range(20):
+            requests += turns(group, 2, [5, 9, 12], 8, group)
         events = dispatcher.events
 
-        def begin(requests: list[TurnRequest]) -> dict[RequestId, Any]:
-            return {each.id: events.spawn(dispatcher.sample_turn(each)) for each in requests}
+        def begin_turns(requests: list[TurnRequest]) -> dict[RequestId, Any]:
+            return {request.id: events.spawn(dispatcher.sample_turn(request)) for request in requests}
 
-        def answered() -> set[RequestId]:
-            return {each for each, task in sampled.items() if task.done() and not task.cancelled()}
+        def answered_ids() -> set[RequestId]:
+            return {request_id for request_id, task in turn_tasks.items() if task.done() and not task.cancelled()}
 
-        sampled = events.ask(lambda: begin(requests))
+        turn_tasks = events.ask(lambda: begin_turns(requests))
 
-        # It was given as many as it decodes at a time.
-        until(lambda: len(answered()) == 36)
-        again = [request for request in requests if request.id not in answered()]
-        events.ask(lambda: [sampled[request.id].cancel() for request in again])
-        # A later turn would wait for the engine that hangs.
-        others = [replace(one, id=RequestId(replace(one.id.rollout, attempt=1))) for one in again]
-        sampled |= events.ask(lambda: begin(others))
-        until(lambda: len(answered()) == 40)
+        # The engine that hangs was given as many requests as it decodes at a time.
+        until(lambda: len(answered_ids()) == 36)
+        stuck = [request for request in requests if request.id not in answered_ids()]
+        events.ask(lambda: [turn_tasks[request.id].cancel() for request in stuck])
+        # A later turn would wait for the engine that hangs; a new attempt goes to the other.
+        retries = []
+        for request in stuck:
+            retries.append(replace(request, id=RequestId(replace(request.id.rollout, attempt=1))))
+        turn_tasks |= events.ask(lambda: begin_turns(retries))
+        until(lambda: len(answered_ids()) == 40)
         assert not dispatcher.drain()
-        os.kill(hung, signal.SIGCONT)
+        os.kill(hung_pid, signal.SIGCONT)
         until(dispatcher.drain)
-        assert {replace(each.rollout, attempt=0) for each in answered()} == {each.id.rollout for each in requests}
+        answered_rollouts = {replace(request_id.rollout, attempt=0) for request_id in answered_ids()}
+        assert answered_rollouts == {request.id.rollout for request in requests}
         dispatcher.close()
     finally:
         pool.kill()

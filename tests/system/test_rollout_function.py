@@ -15,26 +15,28 @@ SETTINGS = ("rollout=my_rollout.py:play", "rewards=[]", "grpo.num_steps=3", "che
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Folder with the example of the page."""
-    *_, block = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
-    (tmp_path / "my_rollout.py").write_text(block)
+    """Write the example of the page into a folder."""
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    (tmp_path / "my_rollout.py").write_text(blocks[-1])
     return tmp_path
 
 
 @pytest.mark.long  # the parts are in tests/unit/rollout/test_function_player.py and tests/unit/environments
 def test_the_example_trains_what_it_sampled_and_a_killed_run_goes_on_bit_for_bit(folder: Path) -> None:
-    whole = Run(folder, "whole", *SETTINGS)
-    assert whole.end() == 0, whole.text()
-    for step in whole.steps():
+    unhurt = Run(folder, "whole", *SETTINGS)
+    assert unhurt.end() == 0, unhurt.text()
+    for step in unhurt.steps():
         assert step["mismatch/token_mult_prob_error"] < 1.001
         assert (step["environment/turns"], step["environment/rows"], step["environment/failed"]) == (3, 2, 0)
         assert {"reward/agreement/mean", "reward/length/mean"} <= step.keys()
-    groups = [record for record in read(whole.path / "rollouts.jsonl") if record["kind"] == "group"]
-    for rollout in (one for group in groups for one in group["rollouts"]):
-        assert rollout["episode"]["ending"] == "done" and sum(sampled for _, sampled in rollout["text"]) >= 2
+    for record in read(unhurt.path / "rollouts.jsonl"):
+        if record["kind"] == "group":
+            for rollout in record["rollouts"]:
+                assert rollout["episode"]["ending"] == "done"
+                assert sum(sampled for _, sampled in rollout["text"]) >= 2
     killed = Run(folder, "killed", *SETTINGS)
     killed.wait_for_step(2)
     killed.kill()
     resumed = Run(folder, "killed", resume=True)
     assert resumed.end() == 0, resumed.text()
-    check_same_runs(resumed, whole, 3)
+    check_same_runs(resumed, unhurt, 3)

@@ -17,12 +17,12 @@ from rlctl.generation.vllm.kind import environment
 from tests.faults.runs import Run, read
 
 ROOT = Path(__file__).parents[2]
-# File that an engine writes before it dies in its sleep, once.
-DIED = "TEST_ENGINE_DIED"
+# Environment variable with the file that an engine writes before it dies in its sleep, once.
+DEATH_FILE = "TEST_ENGINE_DIED"
 
 
 class ForgetfulEngine(VllmEngine):
-    """Takes itself for one whose weights are dropped, and loses them; dies in its second sleep."""
+    """An engine whose weights are lost in each sleep. It dies in its second sleep."""
 
     def refit_open(self, *arguments: Any) -> LoadMode:
         super().refit_open(*arguments)
@@ -32,17 +32,17 @@ class ForgetfulEngine(VllmEngine):
     def sleep(self) -> None:
         super().sleep()
         self.rpc("rl_forget")
-        died = Path(os.environ[DIED])
-        if self._version == 1 and not died.exists():
-            died.touch()
+        death_file = Path(os.environ[DEATH_FILE])
+        if self._version == 1 and not death_file.exists():
+            death_file.touch()
             os._exit(1)
 
 
-def forgetful(spec: EngineSpec) -> Engine:
+def make_forgetful_engine(spec: EngineSpec) -> Engine:
     return ForgetfulEngine(spec, "tests.system.engine_workers.ForgettingWorker")
 
 
-KIND = EngineKind(forgetful, environment)
+KIND = EngineKind(make_forgetful_engine, environment)
 
 
 def main() -> None:
@@ -52,22 +52,22 @@ def main() -> None:
 
     engine_spec = worker_specs.engine_spec
 
-    def sleeping(*arguments: Any) -> Any:
+    def sleeping_engine_spec(*arguments: Any) -> Any:
         return replace(engine_spec(*arguments), sleeps=True, kind="tests.system.test_sleep:KIND")
 
-    worker_specs.engine_spec = sleeping
+    worker_specs.engine_spec = sleeping_engine_spec
     sys.argv = ["rlctl", *sys.argv[sys.argv.index("rlctl.cli.main") + 1 :]]
     command_line()
 
 
-def learned(run: Run) -> list[dict[str, Any]]:
-    """Metrics of a run's steps and validations, without times and without the cost of an engine's loss."""
-    kept = ("kind", "step", "reward/", "loss/", "mismatch/", "length/", "train/", "groups/", "validation/")
-    records = [
-        {key: value for key, value in record.items() if key.startswith(kept)}
-        for record in read(run.path / "metrics.jsonl")
-    ]
-    return [{key: value for key, value in record.items() if "seconds" not in key} for record in records]
+def learning_of(run: Run) -> list[dict[str, Any]]:
+    """Return the metrics of a run's steps and validations, without times and the cost of an engine's loss."""
+    prefixes = ("kind", "step", "reward/", "loss/", "mismatch/", "length/", "train/", "groups/", "validation/")
+    learning = []
+    for record in read(run.path / "metrics.jsonl"):
+        names = [name for name in record if name.startswith(prefixes) and "seconds" not in name]
+        learning.append({name: record[name] for name in names})
+    return learning
 
 
 @pytest.mark.long  # two whole runs
@@ -75,7 +75,7 @@ def test_a_run_with_an_engine_that_forgets_in_its_sleep_and_dies_in_one_is_anoth
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv(DIED, str(tmp_path / "died"))
+    monkeypatch.setenv(DEATH_FILE, str(tmp_path / "died"))
     settings = (
         "grpo.num_steps=3",
         "grpo.dynamic_sampling={filter: rewards, max_extra: 1}",
@@ -85,11 +85,11 @@ def test_a_run_with_an_engine_that_forgets_in_its_sleep_and_dies_in_one_is_anoth
     )
     awake = Run(tmp_path, "awake", *settings)
     assert awake.end() == 0, awake.text()
-    within = (sys.executable, "-c", "from tests.system.test_sleep import main; main()")
-    asleep = Run(tmp_path, "asleep", *settings, within=within)
+    command = (sys.executable, "-c", "from tests.system.test_sleep import main; main()")
+    asleep = Run(tmp_path, "asleep", *settings, within=command)
     assert asleep.end() == 0, asleep.text()
     # The step in which the engine is rebuilt has no metrics of a refit.
     assert ["refit/wake" in step for step in asleep.steps()] == [True, False, True]
     assert [event["engine"] for event in asleep.events() if event["kind"] == "engine_restarted"] == [0]
-    assert learned(asleep) == learned(awake)
-    assert len(learned(awake)) == 7
+    assert learning_of(asleep) == learning_of(awake)
+    assert len(learning_of(awake)) == 7

@@ -90,7 +90,7 @@ COUNTED = [
 ]
 SCALARS = st.none() | st.booleans() | st.integers(-9, 99) | st.sampled_from([1.5, -0.0, 1e3])
 TYPE_NAMES = st.sampled_from(
-    [*("string", "integer", "number", "boolean", "array", "object", "null"), "INT64", "enum", "bool", "list", "date"]
+    ["string", "integer", "number", "boolean", "array", "object", "null", "INT64", "enum", "bool", "list", "date"]
 )
 TYPES = TYPE_NAMES | st.lists(TYPE_NAMES | st.none(), max_size=3) | st.none() | st.just(5)
 # True and False are schemas too. Other values are none, and a server of tools may send them.
@@ -116,19 +116,19 @@ SCHEMAS: st.SearchStrategy[Any] = st.recursive(
 NUMBERS = ["42", " 7 ", "4_2", "٤٢", "-0", "1.5", "1e3", "1e400", "NaN", "inf", "-Infinity", "1", "0", "9" * 400]
 WORDS = ["true", "True", " false", "null", "NULL", "None", "", "home", "a\nb", '"x"', "'x'"]
 LISTS = ["[1]", "[1e999]", "[NaN]", '["1", true]', '{"a": 1}', '{"a": "1", "b": null}', "{'a': 1}", "[", "{}"]
-WRITTEN = st.sampled_from([*NUMBERS, *WORDS, *LISTS]) | st.text("ab01.,:\"'[]{} \n\\é雪", max_size=8)
+WRITTEN_VALUES = st.sampled_from(NUMBERS + WORDS + LISTS) | st.text("ab01.,:\"'[]{} \n\\é雪", max_size=8)
 VALUES = st.recursive(
-    SCALARS | WRITTEN,
+    SCALARS | WRITTEN_VALUES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b", "c"]), inner, max_size=2),
     max_leaves=4,
 )
 
 
-def written(format: str, arguments: dict[str, Any]) -> str:
-    """Return a call in words of a format; values of qwen3_coder are texts."""
+def write_call(format: str, arguments: dict[str, Any]) -> str:
+    """Write a call in words of a format; arguments of qwen3_coder are texts."""
     if format == "qwen3_coder":
-        values = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in arguments.items())
-        return f"<tool_call>\n<function=move>\n{values}</function>\n</tool_call>"
+        parameters = [f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in arguments.items()]
+        return f"<tool_call>\n<function=move>\n{''.join(parameters)}</function>\n</tool_call>"
     text = json.dumps(arguments)
     call = f'{{"name": "move", "arguments": {text}}}'
     texts = {
@@ -149,16 +149,16 @@ def tokenizer_with(marks: tuple[str, ...]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=list(marks))
 
 
-def theirs(format: str, text: str, tools: Any = TOOLS) -> list[tuple[str, Any]]:
-    """Return the calls that vLLM's parser finds: (name, arguments) each, the arguments as text if they are no JSON."""
+def find_by_vllm(format: str, text: str, tools: Any = TOOLS) -> list[tuple[str, Any]]:
+    """Return (name, arguments) of the calls that vLLM's parser finds. Arguments that are no JSON stay text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
     marks = NEWER if "[TOOL_CALLS]move" in text or "[ARGS]" in text else MARKS
     request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=tools)
     parser = ToolParserManager.get_tool_parser(NAMES[format])(tokenizer_with(tuple(marks)), request.tools)
-    found = parser.extract_tool_calls(text, request).tool_calls
-    return [(call.function.name, read_json(call.function.arguments)) for call in found]
+    calls = parser.extract_tool_calls(text, request).tool_calls
+    return [(call.function.name, read_json(call.function.arguments)) for call in calls]
 
 
 def read_json(text: str) -> Any:
@@ -168,8 +168,8 @@ def read_json(text: str) -> Any:
         return text
 
 
-def ours(format: str, text: str, tools: Any = TOOLS) -> list[tuple[str, Any]]:
-    """Return the calls that a run makes, and for a mistake its text without a name."""
+def find_by_rlctl(format: str, text: str, tools: Any = TOOLS) -> list[tuple[str, Any]]:
+    """Return (name, arguments) of the calls that a run makes. A mistake has no name, and its error for arguments."""
     calls = parse_tool_calls(text, format, tools).calls
     return [(call.name, call.arguments) if isinstance(call, ToolCall) else ("", call.error) for call in calls]
 
@@ -177,7 +177,7 @@ def ours(format: str, text: str, tools: Any = TOOLS) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize("format", sorted(TEXTS))
 def test_what_vllm_takes_for_a_call_is_one(format: str) -> None:
     for text in TEXTS[format]:
-        assert ours(format, text) == theirs(format, text), text
+        assert find_by_rlctl(format, text) == find_by_vllm(format, text), text
 
 
 @pytest.mark.parametrize("format", [*sorted(TEXTS), "mistral's list"])
@@ -185,30 +185,31 @@ def test_what_vllm_takes_for_a_call_is_one(format: str) -> None:
 @given(data=st.data())
 def test_a_value_gets_the_type_that_it_has_when_vllm_serves_the_model(format: str, data: st.DataObject) -> None:
     properties = data.draw(st.dictionaries(st.sampled_from(["a", "b", "c"]), SCHEMAS, max_size=3))
-    values = WRITTEN if format == "qwen3_coder" else VALUES
+    values = WRITTEN_VALUES if format == "qwen3_coder" else VALUES
     arguments = data.draw(st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), values, max_size=4))
     parameters = {"type": "object", "properties": properties}
     tools = [{"type": "function", "function": {"name": "move", "description": "Move.", "parameters": parameters}}]
-    text = written(format, arguments)
+    text = write_call(format, arguments)
     parser = format.partition("'")[0]
+    calls = find_by_rlctl(parser, text, tools)
     # As JSON, 1 and True and 1.0 differ.
-    assert json.dumps(ours(parser, text, tools)) == json.dumps(theirs(parser, text, tools)), (properties, text)
+    assert json.dumps(calls) == json.dumps(find_by_vllm(parser, text, tools)), (properties, text)
 
 
 @pytest.mark.parametrize(("format", "text", "reason"), ANSWERED)
 def test_a_mistake_that_vllm_calls_is_answered(format: str, text: str, reason: str) -> None:
-    assert theirs(format, text), reason
-    (only,) = parse_tool_calls(text, format, TOOLS).calls
-    assert isinstance(only, MalformedCall), reason
+    assert find_by_vllm(format, text), reason
+    (call,) = parse_tool_calls(text, format, TOOLS).calls
+    assert isinstance(call, MalformedCall), reason
 
 
 @pytest.mark.parametrize(("format", "text"), COUNTED)
 def test_a_whole_call_beside_a_mistake_counts(format: str, text: str) -> None:
-    assert theirs(format, text) == []
+    assert find_by_vllm(format, text) == []
     assert isinstance(parse_tool_calls(text, format, TOOLS).calls[0], ToolCall)
 
 
 def test_an_entry_of_a_list_that_is_no_call_is_answered() -> None:
     text = f'[TOOL_CALLS] [{ONE}, "junk"]'
-    (move,) = theirs("mistral", text)
-    assert ours("mistral", text) == [move, ("", "not a JSON object: '\"junk\"'")]
+    (move,) = find_by_vllm("mistral", text)
+    assert find_by_rlctl("mistral", text) == [move, ("", "not a JSON object: '\"junk\"'")]

@@ -12,31 +12,36 @@ from tests.system.clusters import Clusters
 
 # Two CPUs a node: a rank and an engine on each.
 SIZES = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.threads=1")
-SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "grpo.num_steps=3")
+SETTINGS = (
+    *SIZES,
+    "grpo.num_prompts_per_step=8",
+    "grpo.num_generations_per_prompt=4",
+    "validation.every=0",
+    "grpo.num_steps=3",
+)
 
 
 def train(clusters: Clusters, name: str, *arguments: str) -> Path:
-    clusters.run("grpo", f"run.name={name}", *SIZES, *SMALL, *arguments, group="train", within_s=800)
+    clusters.run("grpo", f"run.name={name}", *SETTINGS, *arguments, group="train", within_s=800)
     return clusters.home / "runs" / name
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    return [each for each in read(run / "metrics.jsonl") if each["kind"] == "step"]
+    return [record for record in read(run / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def learned(run: Path) -> list[dict[str, Any]]:
-    """Gradient norm, learning rate and reward of each step."""
-    kept = "train/grad_norm", "train/lr", "reward/mean"
-    return [{key: value for key, value in each.items() if key in kept} for each in steps(run)]
+def learning_of(run: Path) -> list[dict[str, Any]]:
+    """Return gradient norm, learning rate and reward of each step."""
+    names = ("train/grad_norm", "train/lr", "reward/mean")
+    return [{name: metric for name, metric in step.items() if name in names} for step in steps(run)]
 
 
 def weights(run: Path) -> dict[str, Any]:
-    (file,) = sorted((run / "checkpoints").glob("*/hf/model.safetensors"))[-1:]
-    return load_file(file)
+    return load_file(max((run / "checkpoints").glob("*/hf/model.safetensors")))
 
 
-def ways(run: Path) -> set[str]:
-    return {each["transport"] for each in read(run / "events.jsonl") if each["kind"] == "refit_opened"}
+def transports_of(run: Path) -> set[str]:
+    return {event["transport"] for event in read(run / "events.jsonl") if event["kind"] == "refit_opened"}
 
 
 @pytest.mark.long  # four runs: minutes
@@ -45,23 +50,24 @@ def test_two_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters) 
     alone = train(clusters, "alone", "trainer.replicas=2")
     clusters.run("up", "nodes=2", "num_cpus=2")
     out, _ = clusters.run("grpo", "--cluster", "local", "--dry-run", *SIZES, group="train")
-    said = " ".join(out.split())
-    assert "shm within each of 2 nodes, whose rank holds all weights" in said
-    assert "head 2 CPUs: rank 0; engine 0" in said and "node-1 2 CPUs: rank 1; engine 1" in said
-    assert "trainer.replicas=2" in said and "only gradients cross nodes, once an update" in said
+    plan = " ".join(out.split())
+    assert "shm within each of 2 nodes, whose rank holds all weights" in plan
+    assert "head 2 CPUs: rank 0; engine 0" in plan and "node-1 2 CPUs: rank 1; engine 1" in plan
+    assert "trainer.replicas=2" in plan and "only gradients cross nodes, once an update" in plan
 
     colocated = train(clusters, "colocated", "--cluster", "local")
     apart = train(clusters, "apart", "--cluster", "local", "placement.colocated=false", "trainer.replicas=2")
-    assert (ways(alone), ways(colocated), ways(apart)) == ({"shm"}, {"shm"}, {"broadcast"})
+    assert transports_of(alone) == transports_of(colocated) == {"shm"}
+    assert transports_of(apart) == {"broadcast"}
     # Groups of an asynchronous run depend on the time. Engines have the trainer's weights all the same.
     ahead = train(clusters, "ahead", "--cluster", "local", "async.enabled=true", "health.parity_every=1")
-    assert ways(ahead) == {"broadcast"} and [each["step"] for each in steps(ahead)] == [1, 2, 3]
-    assert max(each["mismatch/parity"] for each in steps(ahead)) < 1 + 1e-6
-    assert max(each["age/max"] for each in steps(ahead)) <= 1
-    expected = json.dumps(learned(alone))
+    assert transports_of(ahead) == {"broadcast"} and [step["step"] for step in steps(ahead)] == [1, 2, 3]
+    assert max(step["mismatch/parity"] for step in steps(ahead)) < 1 + 1e-6
+    assert max(step["age/max"] for step in steps(ahead)) <= 1
+    expected = json.dumps(learning_of(alone))
     assert expected.count("train/grad_norm") == expected.count("reward/mean") == 3
     for run in (colocated, apart):
-        assert json.dumps(learned(run)) == expected
+        assert json.dumps(learning_of(run)) == expected
         assert all(tensor.equal(weights(run)[name]) for name, tensor in weights(alone).items())
 
 
@@ -74,9 +80,10 @@ def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters)
     four = train(clusters, "four", "--cluster", "local", *sizes)
     (attempt,) = (four / "logs").glob("attempt_*")
     nodes = json.loads((attempt / "nodes.json").read_text())
-    assert all(nodes[f"trainer-{n}"] == nodes[f"engine-{n}"] for n in range(4)) and len(set(nodes.values())) == 4
-    assert (ways(alone), ways(four)) == ({"shm"}, {"shm"})
-    assert json.dumps(learned(four)) == json.dumps(learned(alone)) and len(learned(four)) == 2
+    assert all(nodes[f"trainer-{rank}"] == nodes[f"engine-{rank}"] for rank in range(4))
+    assert len(set(nodes.values())) == 4
+    assert transports_of(alone) == transports_of(four) == {"shm"}
+    assert json.dumps(learning_of(four)) == json.dumps(learning_of(alone)) and len(learning_of(four)) == 2
     assert all(tensor.equal(weights(four)[name]) for name, tensor in weights(alone).items())
 
 
@@ -84,19 +91,29 @@ def test_four_nodes_learn_to_the_last_bit_what_one_node_does(clusters: Clusters)
 @pytest.mark.timeout(1800)
 def test_four_nodes_apart_and_asynchronous_learn_what_one_node_does(clusters: Clusters) -> None:
     # No group depends on the time: a step trains the oldest groups, which the version before sampled whole.
-    whole = ("async.in_flight_weight_updates=false", "async.streamed_training=false", "async.prefetch=full")
-    ordered = ("async.enabled=true", "async.policy=in_order", "placement.colocated=false", *whole)
-    sizes = ("trainer.num_ranks=4", "generation.num_engines=4", "trainer.replicas=4", *ordered)
-    alone = train(clusters, "alone", *sizes)
+    settings = (
+        "trainer.num_ranks=4",
+        "generation.num_engines=4",
+        "trainer.replicas=4",
+        "placement.colocated=false",
+        "async.enabled=true",
+        "async.policy=in_order",
+        "async.in_flight_weight_updates=false",
+        "async.streamed_training=false",
+        "async.prefetch=full",
+    )
+    alone = train(clusters, "alone", *settings)
     clusters.run("up", "nodes=4", "num_cpus=2")
-    four = train(clusters, "four", "--cluster", "local", *sizes)
+    four = train(clusters, "four", "--cluster", "local", *settings)
     (attempt,) = (four / "logs").glob("attempt_*")
     nodes = json.loads((attempt / "nodes.json").read_text())
-    assert len(set(nodes.values())) == 4 and not {nodes[f"trainer-{n}"] for n in range(4)} & {
-        nodes[f"engine-{n}"] for n in range(4)
-    }
-    assert (ways(alone), ways(four)) == ({"shm"}, {"broadcast"})
-    assert [each["age/max"] for each in steps(four)] == [each["age/max"] for each in steps(alone)] == [0, 1, 1]
-    for ours, theirs in zip(learned(four), learned(alone), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+    trainer_nodes = {nodes[f"trainer-{rank}"] for rank in range(4)}
+    engine_nodes = {nodes[f"engine-{rank}"] for rank in range(4)}
+    assert len(set(nodes.values())) == 4 and not trainer_nodes & engine_nodes
+    assert transports_of(alone) == {"shm"}
+    assert transports_of(four) == {"broadcast"}
+    for run in (alone, four):
+        assert [step["age/max"] for step in steps(run)] == [0, 1, 1]
+    for metrics, expected in zip(learning_of(four), learning_of(alone), strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-6)
     assert all(tensor.allclose(weights(four)[name], rtol=1e-6, atol=1e-8) for name, tensor in weights(alone).items())

@@ -58,24 +58,24 @@ class Probe:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         # Local to this thread, like torch's grad mode.
-        self.own = threading.local()
-        self.own.mark = "mine"
-        self.kept: list[NDArray[np.float32]] = []
+        self.thread_state = threading.local()
+        self.thread_state.mark = "mine"
+        self.arrays: list[NDArray[np.float32]] = []
 
     def keep(self, load: Load) -> NDArray[np.float32]:
-        """Keeps its arguments, and returns them all."""
+        """Keep the arguments' array, and return all that were kept."""
         assert not load.numbers.flags.writeable
-        self.kept.append(load.numbers)
-        return np.stack(self.kept)
+        self.arrays.append(load.numbers)
+        return np.stack(self.arrays)
 
-    def sum(self, load: Load, own: int) -> int:
-        return int(load.numbers.sum()) + own
+    def sum(self, load: Load, addend: int) -> int:
+        return int(load.numbers.sum()) + addend
 
-    def thread(self) -> str | None:
-        return getattr(self.own, "mark", None)
+    def thread_mark(self) -> str | None:
+        return getattr(self.thread_state, "mark", None)
 
-    def add(self, x: int, y: int = 0) -> int:
-        return self.rank + x + y
+    def add(self, first: int, second: int = 0) -> int:
+        return self.rank + first + second
 
     def fail_on(self, rank: int) -> str:
         if self.rank == rank:
@@ -97,7 +97,7 @@ class Probe:
         time.sleep(seconds)
 
     def linger(self, folder: Path) -> None:
-        """Announces itself, and stands still in one call, as if hanging, until its pipe is opened."""
+        """Announce the worker, and stand still in one call, as if hanging, until the worker's pipe is opened."""
         pipe = folder / f"go-{self.rank}"
         os.mkfifo(pipe)
         (folder / f"here-{self.rank}").touch()
@@ -119,7 +119,7 @@ def make_group(logs: Path, compiled: bool, deadline_s: float = FOREVER_S) -> Wor
 
 @pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "compiled"])
 def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """For all tests that leave it whole."""
+    """Start a group for all tests that break no worker."""
     workers = make_group(ray_here, request.param)
     assert (workers.graph is not None) == request.param
     yield workers
@@ -127,7 +127,7 @@ def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGrou
 
 
 @pytest.fixture(params=[False, True], ids=["ordinary", "compiled"])
-def doomed(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+def fragile_group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     workers = make_group(ray_here, request.param)
     yield workers
     begin = time.monotonic()
@@ -136,7 +136,7 @@ def doomed(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGro
 
 
 def test_results_come_in_rank_order(group: WorkerGroup) -> None:
-    assert group.call(Probe.add, 10, y=5) == [15, 16]
+    assert group.call(Probe.add, 10, second=5) == [15, 16]
     assert group.run(Probe.add, [(1,), (2,)]) == [1, 3]
     assert group.start(Probe.add, 1).wait(PATIENCE_S) == [1, 2]
 
@@ -150,27 +150,29 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
     assert group.call(Probe.fail_on, 2) == ["fine", "fine"]
 
 
-# A graph's answers come together: there the deadline ends it.
-@pytest.mark.parametrize("doomed", [False], ids=["ordinary"], indirect=True)
+# A graph's answers come together: the deadline ends such a call.
+@pytest.mark.parametrize("fragile_group", [False], ids=["ordinary"], indirect=True)
 def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
-    doomed: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+    fragile_group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a collective that the failed rank never joins."""
+    """A rank waits so in a collective that the failed rank never joins."""
     monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
     begin = time.monotonic()
-    with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as raised:
-        doomed.call(Probe.fail_or_wait, 1)
-    assert [failure.worker for failure in raised.value.failures] == ["probe-1"]
+    with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as error:
+        fragile_group.call(Probe.fail_or_wait, 1)
+    assert [failure.worker for failure in error.value.failures] == ["probe-1"]
     assert time.monotonic() - begin < PATIENCE_S
 
 
 def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerGroup) -> None:
-    loads = [[Load(np.full(300_000, 10 * step + rank, np.float32), ["a"]) for rank in (0, 1)] for step in range(4)]
-    answers = [group.run(Probe.keep, [(load,) for load in pair]) for pair in loads]
-    for step, pair in enumerate(answers):
-        for rank, rows in enumerate(pair):
+    answers = []
+    for step in range(4):
+        loads = [Load(np.full(300_000, 10 * step + rank, np.float32), ["a"]) for rank in (0, 1)]
+        answers.append(group.run(Probe.keep, [(load,) for load in loads]))
+    for step, step_answers in enumerate(answers):
+        for rank, rows in enumerate(step_answers):
             assert not rows.flags.writeable
-            assert [row[0] for row in rows] == [10 * done + rank for done in range(step + 1)]
+            assert [row[0] for row in rows] == [10 * earlier_step + rank for earlier_step in range(step + 1)]
 
 
 def test_a_large_argument_of_several_ranks_reaches_each_with_its_own_beside_it(group: WorkerGroup) -> None:
@@ -180,8 +182,8 @@ def test_a_large_argument_of_several_ranks_reaches_each_with_its_own_beside_it(g
 
 
 def test_every_call_runs_on_the_thread_that_built_the_worker(group: WorkerGroup) -> None:
-    assert group.call(Probe.thread) == ["mine", "mine"]
-    assert group.start(Probe.thread).wait(PATIENCE_S) == ["mine", "mine"]
+    assert group.call(Probe.thread_mark) == ["mine", "mine"]
+    assert group.start(Probe.thread_mark).wait(PATIENCE_S) == ["mine", "mine"]
 
 
 def test_an_argument_that_cannot_be_sent_costs_nothing(group: WorkerGroup) -> None:
@@ -191,14 +193,15 @@ def test_an_argument_that_cannot_be_sent_costs_nothing(group: WorkerGroup) -> No
 
 
 def test_a_graph_that_breaks_before_a_call_is_begun_is_given_up_and_said(ray_here: Path) -> None:
-    group, said = make_group(ray_here, compiled=False), []
+    group = make_group(ray_here, compiled=False)
+    warnings: list[str] = []
     try:
-        group.compile(1 << 16, said.append)
+        group.compile(1 << 16, warnings.append)
         assert group.graph and group.call(Probe.add, 1) == [1, 2]
         group.graph._graph.teardown()
         assert group.call(Probe.add, 2) == [2, 3]
-        assert len(said) == 1 and "hannel" in said[0]
-        assert group.graph is None and group.call(Probe.thread) == ["mine", "mine"]
+        assert len(warnings) == 1 and "hannel" in warnings[0]
+        assert group.graph is None and group.call(Probe.thread_mark) == ["mine", "mine"]
     finally:
         group.kill()
 
@@ -208,10 +211,10 @@ def test_a_warm_up_that_fails_costs_the_graph_alone_unless_it_is_required(ray_he
     session: Any = SimpleNamespace(events=EventLog(log))
     group = make_group(ray_here, compiled=True)
     try:
-        required = pytest.raises(
+        refusal = pytest.raises(
             GraphUnavailable, match=r"the compiled graph's warm-up failed: .*rank 1 was told to fail"
         )
-        with required, ordinary_if_it_fails(CompiledGraphSection("require", None, None), group, session):
+        with refusal, ordinary_if_it_fails(CompiledGraphSection("require", None, None), group, session):
             group.call(Probe.fail_on, 1)
         assert read_records(log) == []
         with ordinary_if_it_fails(CompiledGraphSection(True, None, None), group, session):
@@ -224,55 +227,59 @@ def test_a_warm_up_that_fails_costs_the_graph_alone_unless_it_is_required(ray_he
 
 
 def test_a_call_that_a_rank_has_begun_is_never_made_again(ray_here: Path) -> None:
-    group, said = make_group(ray_here, compiled=False), []
+    group = make_group(ray_here, compiled=False)
+    warnings: list[str] = []
     try:
-        group.compile(1 << 16, said.append)
+        group.compile(1 << 16, warnings.append)
         assert group.graph
-        rlctl.workers.compiled_graph.ray.get(group.workers[1].handle.graph_call.remote(("add", [(1,), (1,)], {}), 1))
+        call = ("add", [(1,), (1,)], {})
+        rlctl.workers.compiled_graph.ray.get(group.workers[1].handle.graph_call.remote(call, 1))
         group.graph._graph.teardown()
         with pytest.raises(GraphBroken, match="while probe-1 did add: how far is not known; resume"):
             group.call(Probe.add, 2)
-        assert said == []
+        assert warnings == []
     finally:
         group.kill()
 
 
-def test_a_death_shows_at_once_though_the_other_rank_still_works(doomed: WorkerGroup) -> None:
+def test_a_death_shows_at_once_though_the_other_rank_still_works(fragile_group: WorkerGroup) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerDied) as error:
-        doomed.call(Probe.die_on, 1)
+        fragile_group.call(Probe.die_on, 1)
     assert error.value.workers == ["probe-1"]
     assert time.monotonic() - begin < PATIENCE_S
 
 
-def test_a_worker_killed_between_two_calls_is_named_in_the_next(doomed: WorkerGroup) -> None:
-    process = psutil.Process(doomed.workers[0].pid())
+def test_a_worker_killed_between_two_calls_is_named_in_the_next(fragile_group: WorkerGroup) -> None:
+    process = psutil.Process(fragile_group.workers[0].pid())
     process.kill()
     assert survivors([process]) == []
     with pytest.raises(WorkerDied) as error:
-        doomed.call(Probe.add, 1)
+        fragile_group.call(Probe.add, 1)
     assert error.value.workers == ["probe-0"]
 
 
-def test_a_silent_worker_is_an_error_that_names_it_and_the_knob(doomed: WorkerGroup) -> None:
-    doomed.deadline_s = 1.0
+def test_a_silent_worker_is_an_error_that_names_it_and_the_knob(fragile_group: WorkerGroup) -> None:
+    fragile_group.deadline_s = 1.0
     with pytest.raises(WorkerTimeout, match=r"probe-0.* to finish sleep; .* raise run.deadline_s"):
-        doomed.run(Probe.sleep, [(FOREVER_S,), (0,)])
+        fragile_group.run(Probe.sleep, [(FOREVER_S,), (0,)])
 
 
 def test_an_idle_group_burns_next_to_nothing(group: WorkerGroup) -> None:
     group.call(Probe.add, 1)
     processes = [psutil.Process(worker.pid()) for worker in group.workers] + [psutil.Process()]
-    burnt: list[float] = []
+    cpu_shares: list[float] = []
 
-    def idle() -> bool:
-        before = [sum(process.cpu_times()[:2]) for process in processes]
+    def is_idle() -> bool:
+        cpu_before = [sum(process.cpu_times()[:2]) for process in processes]
         time.sleep(3.0)
-        burnt[:] = [(sum(process.cpu_times()[:2]) - start) / 3.0 for process, start in zip(processes, before)]
-        return max(burnt) < 0.2
+        cpu_after = [sum(process.cpu_times()[:2]) for process in processes]
+        # In place: `until` shows the last shares.
+        cpu_shares[:] = [(after - before) / 3.0 for before, after in zip(cpu_before, cpu_after)]
+        return max(cpu_shares) < 0.2
 
     # A polling wait burns time in every three seconds; leftover work of another test ends.
-    until(idle, lambda: burnt, within_s=60)
+    until(is_idle, lambda: cpu_shares, within_s=60)
 
 
 def test_without_the_api_that_was_tested_there_is_no_graph_and_ordinary_calls_go_on(
@@ -290,7 +297,7 @@ def test_without_the_api_that_was_tested_there_is_no_graph_and_ordinary_calls_go
 
 
 def test_a_worker_that_cannot_be_built_says_why(ray_here: Path) -> None:
-    workers = WorkerGroup([WorkerSpec("broken", Broken())], deadline_s=PATIENCE_S)
+    workers = WorkerGroup([WorkerSpec("broken", FailingMake())], deadline_s=PATIENCE_S)
     try:
         with pytest.raises(WorkerError, match="start-up on broken: OSError: no such model"):
             workers.built().wait(PATIENCE_S)
@@ -299,7 +306,7 @@ def test_a_worker_that_cannot_be_built_says_why(ray_here: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Broken:
+class FailingMake:
     def __call__(self) -> None:
         raise OSError("no such model")
 
@@ -345,10 +352,11 @@ def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here
 def test_a_call_that_an_event_loop_awaits_has_the_errors_of_one_that_a_thread_waits_for(
     ray_here: Path, tmp_path: Path
 ) -> None:
-    workers, events = make_group(tmp_path, compiled=False), EventLoop("calls")
+    workers = make_group(tmp_path, compiled=False)
+    events = EventLoop("calls")
     worker = workers.workers[0]
     try:
-        assert events.run(worker.call(PATIENCE_S, Probe.add, 3, y=4)) == 7
+        assert events.run(worker.call(PATIENCE_S, Probe.add, 3, second=4)) == 7
         with pytest.raises(WorkerError, match="fail_on on probe-0: ValueError: rank 0 was told to fail"):
             events.run(worker.call(PATIENCE_S, Probe.fail_on, 0))
         with pytest.raises(WorkerTimeout, match=r"the driver waited 0 s for probe-0 to finish sleep"):
