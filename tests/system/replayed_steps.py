@@ -167,7 +167,7 @@ class Replay:
             self._scheduler.scheduler_config.enable_chunked_prefill = True
         # Not even the requests that run fit into some steps.
         self._narrow = seed == 2
-        # Steps that are scheduled before the first of them is sampled.
+        # Steps that are scheduled before the oldest is sampled.
         self._depth = 2 if ahead else 1
         self._random = random.Random(seed)
         self._sampled = Counter[str]()

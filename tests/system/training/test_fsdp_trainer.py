@@ -220,7 +220,7 @@ def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path
 def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
     models: dict[Kind, Path], tmp_path: Path
 ) -> None:
-    """Compiling anew for either of them cost a step of a run 10 s, whenever it came."""
+    """A second compilation cost a step of a run 10 s, for either reason."""
 
     def count_new_graphs(micro_batches: list[MicroBatch]) -> int:
         counts = totals(rows_of(micro_batches))
