@@ -16,7 +16,7 @@ from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.training.rank import TrainerRank
 from tests.scored import columns, first_tokens
-from tests.unit.grpo.losses.drawn import configured
+from tests.unit.grpo.losses.drawn import load_loss
 from tests.unit.test_house import FILES, ORDER, PACKAGE, tree
 
 README = (PACKAGE / "README.md").read_text()
@@ -81,7 +81,7 @@ def test_the_advantage_ranks_within_each_group(tmp_path: Path, monkeypatch: pyte
 def test_the_loss_is_the_one_that_a_run_trains_and_keeps_the_contract() -> None:
     file = Path(__file__).parents[1] / "plugins" / "my_loss.py"
     assert block("A loss").partition("\n")[2] == file.read_text()
-    loss = configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2")
+    loss = load_loss(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2")
     assert [finding for finding in check_loss(loss) if finding.problem] == []
     # On policy the gradient is that of REINFORCE, for any tau.
     row = one_token(-1.0, -1.0, -1.5)

@@ -40,28 +40,28 @@ CONFIG = GrpoSection(1, 4, 4, 1, FILTER, OVERLONG, GroupMeanSection("group_mean"
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
 
-def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
-    """A prompt of this many tokens, and of each rollout its length, reward and finish."""
+def make_group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
+    """Return a group. prompt: tokens of its prompt. rollouts: length, reward and finish of each."""
     task = Task("p", [1] * prompt, "?", "!")
-    found = []
-    for index, (length, value, finish) in enumerate(rollouts):
+    scored = []
+    for index, (length, reward, finish) in enumerate(rollouts):
         zeros = np.zeros(length, np.int32)
         answer = Completion(zeros, np.zeros(length, np.float32), zeros, finish)
         rollout = Rollout.from_turn(turn(0, index, task.tokens), answer)
-        found.append(replace(rollout, score=Score(value, {"exact": value}, None, value == 1.0)))
-    return RolloutGroup(task, found)
+        scored.append(replace(rollout, score=Score(reward, {"exact": reward}, None, reward == 1.0)))
+    return RolloutGroup(task, scored)
 
 
-def measured(groups: list[RolloutGroup]) -> dict[str, float]:
+def measure_rollouts(groups: list[RolloutGroup]) -> dict[str, float]:
     return rollout_metrics(groups, make_batch(groups, CONFIG, GroupMean(normalize_std=False)))
 
 
 def test_rewards_lengths_and_tokens_of_a_step() -> None:
     groups = [
-        group(10, [(4, 1.0, "stop"), (8, 0.0, "length")]),
-        group(20, [(2, 1.0, "stop"), (6, 1.0, "stop")]),
+        make_group(10, [(4, 1.0, "stop"), (8, 0.0, "length")]),
+        make_group(20, [(2, 1.0, "stop"), (6, 1.0, "stop")]),
     ]
-    assert measured(groups) == pytest.approx(
+    assert measure_rollouts(groups) == pytest.approx(
         {
             "reward/mean": 0.75,
             "reward/std": np.sqrt(3) / 4,
@@ -87,23 +87,24 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
 
 
 def test_a_failed_reward_is_counted_and_is_neither_a_wrong_answer_nor_a_zero() -> None:
-    numbers = measured([group(1, [(1, 1.0, "stop"), (1, None, "stop"), (1, 0.0, "stop"), (1, 1.0, "stop")])])
+    numbers = measure_rollouts(
+        [make_group(1, [(1, 1.0, "stop"), (1, None, "stop"), (1, 0.0, "stop"), (1, 1.0, "stop")])]
+    )
     assert (numbers["reward/failed"], numbers["reward/failed_share"]) == (1.0, 0.25)
     assert numbers["reward/mean"] == numbers["reward/accuracy"] == pytest.approx(2 / 3)
 
 
 def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
-    one = group(1, [(1, 1.0, "stop"), (1, None, "stop")])
+    group = make_group(1, [(1, 1.0, "stop"), (1, None, "stop")])
     scores = [
         Score(1.5, {"exact": 1.0, "brevity": 0.5}, None, True),
         Score(None, {"exact": 0.0, "brevity": None}, "no", False),
     ]
-    rollouts = [replace(rollout, score=score) for rollout, score in zip(one.rollouts, scores)]
-    numbers = rollout_metrics(
-        [RolloutGroup(one.task, rollouts)], make_batch([one], CONFIG, GroupMean(normalize_std=False))
-    )
-    own = {name: value for name, value in numbers.items() if name.count("/") == 2}
-    assert own == {
+    rollouts = [replace(rollout, score=score) for rollout, score in zip(group.rollouts, scores)]
+    batch = make_batch([group], CONFIG, GroupMean(normalize_std=False))
+    metrics = rollout_metrics([RolloutGroup(group.task, rollouts)], batch)
+    metrics_of_rewards = {name: number for name, number in metrics.items() if name.count("/") == 2}
+    assert metrics_of_rewards == {
         "reward/exact/mean": 0.5,
         "reward/exact/failed": 0,
         "reward/brevity/mean": 0.5,
@@ -111,12 +112,14 @@ def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
     }
 
 
-def held_out(*groups: list[float | None]) -> dict[str, float]:
-    return validation_metrics([group(1, [(3, value, "stop") for value in values]) for values in groups])
+def validate(*rewards_of_groups: list[float | None]) -> dict[str, float]:
+    """Return the metrics of a validation whose groups have these rewards."""
+    groups = [make_group(1, [(3, reward, "stop") for reward in rewards]) for rewards in rewards_of_groups]
+    return validation_metrics(groups)
 
 
 def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> None:
-    assert held_out([1.0], [None], [0.0], [1.0]) == {
+    assert validate([1.0], [None], [0.0], [1.0]) == {
         "validation/answers": 4,
         "validation/failed_rewards": 1,
         "validation/accuracy": pytest.approx(2 / 3),
@@ -124,11 +127,11 @@ def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> Non
         "validation/length": 3,
         "validation/prompts": 4,
     }
-    assert held_out([1.0, None], [None, None], [0.0, 0.5])["validation/pass_at_k"] == 0.5
+    assert validate([1.0, None], [None, None], [0.0, 0.5])["validation/pass_at_k"] == 0.5
 
 
 def test_where_every_held_out_reward_failed_there_is_no_accuracy() -> None:
-    assert held_out([None], [None]) == {
+    assert validate([None], [None]) == {
         "validation/answers": 2,
         "validation/failed_rewards": 2,
         "validation/length": 3,
@@ -138,12 +141,12 @@ def test_where_every_held_out_reward_failed_there_is_no_accuracy() -> None:
 
 def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> None:
     groups = [
-        group(1, [(1, 1.0, "stop"), (1, None, "stop")]),
-        group(1, [(1, None, "stop"), (1, None, "stop")]),
-        group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
+        make_group(1, [(1, 1.0, "stop"), (1, None, "stop")]),
+        make_group(1, [(1, None, "stop"), (1, None, "stop")]),
+        make_group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
     ]
     # Uniform without the rollout whose log-probs are not finite.
-    groups.append(group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
+    groups.append(make_group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
     groups[-1].rollouts[2].log_probs[-1] = np.nan
     batch = make_batch(groups, CONFIG, GroupMean(normalize_std=False))
     assert len(batch.outcomes.filtered["all rewards equal"]) == 2
@@ -151,15 +154,17 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
 
 
 def test_waste_is_counted_and_every_token_is_in_one_throughput_or_the_other() -> None:
-    taught = group(10, [(4, 1.0, "stop"), (8, 0.0, "stop")])
+    taught = make_group(10, [(4, 1.0, "stop"), (8, 0.0, "stop")])
     taught = RolloutGroup(replace(taught.task, id="taught"), taught.rollouts)
-    kept = group(10, [(3, 1.0, "stop"), (3, 1.0, "stop")])
-    replaced = [group(10, [(2, 0.0, "stop"), (4, 0.0, "length")]) for _ in range(2)]
-    replaced = [RolloutGroup(replace(each.task, id=f"r{i}"), each.rollouts) for i, each in enumerate(replaced)]
-    batch = make_batch([taught, kept], CONFIG, GroupMean(normalize_std=False))
-    waste = Waste([(each, "all rewards equal") for each in replaced], surplus=3, surplus_tokens=6)
-    numbers = rollout_metrics([taught, kept, *replaced], batch)
-    numbers |= sampling_metrics([taught, kept, *replaced], batch, waste, CONFIG)
+    uniform = make_group(10, [(3, 1.0, "stop"), (3, 1.0, "stop")])
+    replaced = []
+    for number in range(2):
+        useless = make_group(10, [(2, 0.0, "stop"), (4, 0.0, "length")])
+        replaced.append(RolloutGroup(replace(useless.task, id=f"r{number}"), useless.rollouts))
+    batch = make_batch([taught, uniform], CONFIG, GroupMean(normalize_std=False))
+    waste = Waste([(group, "all rewards equal") for group in replaced], surplus=3, surplus_tokens=6)
+    numbers = rollout_metrics([taught, uniform, *replaced], batch)
+    numbers |= sampling_metrics([taught, uniform, *replaced], batch, waste, CONFIG)
     assert {name: numbers[name] for name in numbers if name.startswith(("groups/", "tokens/"))} == {
         "groups/uniform": 0.75,
         "groups/trained": 1,
@@ -182,7 +187,7 @@ def test_waste_is_counted_and_every_token_is_in_one_throughput_or_the_other() ->
 
 
 def test_a_step_whose_rewards_all_failed_still_has_finite_numbers() -> None:
-    numbers = measured([group(3, [(2, None, "abort")])])
+    numbers = measure_rollouts([make_group(3, [(2, None, "abort")])])
     assert all(np.isfinite(value) for value in numbers.values())
     assert (numbers["reward/failed"], numbers["tokens/trained"]) == (1, 0)
 
@@ -261,7 +266,7 @@ def test_a_refit_tells_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("further_metrics", "is_measured"),
     [
         ({}, True),
         ({"age/share_0": 1.0}, True),
@@ -270,12 +275,12 @@ def test_a_refit_tells_its_parts() -> None:
     ],
 )
 def test_the_share_that_bounds_hold_before_the_policy_moves_is_the_first_updates(
-    more: dict[str, float], told: bool
+    further_metrics: dict[str, float], is_measured: bool
 ) -> None:
-    first = {"ratio/clipped_low": 0.25, "ratio/clipped_high": 0.125, **more}
-    found = update_metrics([first, {**first, "ratio/clipped_low": 0.75}])
-    assert found.get("ratio/clipped_first") == (0.375 if told else None)
-    assert found["ratio/clipped_low"] == 0.5
+    first = {"ratio/clipped_low": 0.25, "ratio/clipped_high": 0.125, **further_metrics}
+    metrics = update_metrics([first, {**first, "ratio/clipped_low": 0.75}])
+    assert metrics.get("ratio/clipped_first") == (0.375 if is_measured else None)
+    assert metrics["ratio/clipped_low"] == 0.5
 
 
 def test_a_step_without_an_update_has_no_numbers_of_one() -> None:
@@ -283,17 +288,18 @@ def test_a_step_without_an_update_has_no_numbers_of_one() -> None:
 
 
 def test_advantages_are_told_by_mean_deviation_and_the_share_that_teaches_nothing() -> None:
-    groups = [group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), group(2, [(2, 1.0, "stop")])]
-    found = rollout_metrics(groups, make_batch(groups, replace(CONFIG, dynamic_sampling=OFF), GroupMean(False)))
+    groups = [make_group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), make_group(2, [(2, 1.0, "stop")])]
+    metrics = rollout_metrics(groups, make_batch(groups, replace(CONFIG, dynamic_sampling=OFF), GroupMean(False)))
     names = ("advantage/mean", "advantage/std", "advantage/zero")
-    assert [found[name] for name in names] == pytest.approx([0.0, (0.5 / 3) ** 0.5, 1 / 3])
+    assert [metrics[name] for name in names] == pytest.approx([0.0, (0.5 / 3) ** 0.5, 1 / 3])
 
 
 def test_every_source_has_its_share_accuracy_and_reward_and_without_sources_there_are_none() -> None:
-    groups = [group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), group(2, [(2, 1.0, "stop")])]
+    groups = [make_group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), make_group(2, [(2, 1.0, "stop")])]
     assert source_metrics(groups, "source") == {}
-    named = [replace(one, task=replace(one.task, source=name)) for one, name in zip(groups, ("a", "b"))]
-    assert source_metrics([named[0], *named], "source") == pytest.approx(
+    of_a = replace(groups[0], task=replace(groups[0].task, source="a"))
+    of_b = replace(groups[1], task=replace(groups[1].task, source="b"))
+    assert source_metrics([of_a, of_a, of_b], "source") == pytest.approx(
         {
             "source/a/share": 2 / 3,
             "source/a/accuracy": 0.5,

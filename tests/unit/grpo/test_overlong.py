@@ -32,31 +32,34 @@ def test_the_penalty_is_that_of_the_paper(length: int, longest: int, data: st.Da
     assert soft_penalty(length, longest, cache, 0.5) == pytest.approx(expected / 2)
 
 
-def group(*lengths: int) -> RolloutGroup:
-    task = Task("a", [7, 8], "?", "!")
-    answers = [
-        Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), "stop") for n in lengths
-    ]
-    return RolloutGroup(task, [Rollout.from_turn(turn(0, index, [7, 8]), one) for index, one in enumerate(answers)])
+def make_group(*lengths: int) -> RolloutGroup:
+    rollouts = []
+    for index, length in enumerate(lengths):
+        zeros = np.zeros(length, np.int32)
+        answer = Completion(zeros, np.zeros(length, np.float32), zeros, "stop")
+        rollouts.append(Rollout.from_turn(turn(0, index, [7, 8]), answer))
+    return RolloutGroup(Task("a", [7, 8], "?", "!"), rollouts)
+
+
+def add_score(rollout: Rollout) -> Rollout:
+    """Return a rollout with its score: 1, but an answer of 9 tokens has a reward that fails."""
+    has_failed = rollout.num_sampled == 9
+    reward = None if has_failed else 1.0
+    return replace(rollout, score=Score(reward, {"exact": reward}, None, not has_failed))
 
 
 def score(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """Every answer earns 1, but one of 9 tokens, whose reward fails."""
-    scores = {n: Score(None if n == 9 else 1.0, {"exact": None if n == 9 else 1.0}, None, n != 9) for n in range(20)}
-    return [
-        RolloutGroup(each.task, [replace(one, score=scores[one.num_sampled]) for one in each.rollouts])
-        for each in groups
-    ]
+    return [RolloutGroup(group.task, [add_score(rollout) for rollout in group.rollouts]) for group in groups]
 
 
 def test_it_is_a_reward_of_its_own_so_that_means_add_up_and_fails_nothing() -> None:
     rules = ["grpo.overlong.penalty_tokens=4", "grpo.overlong.penalty=2", "generation.max_new_tokens=10"]
     config = load("grpo", None, rules).config
     assert isinstance(config, GrpoConfig)
-    [scored] = training_score(config, score)([group(6, 8, 10, 9)])
-    assert [one.reward for one in scored.rollouts] == [1.0, 0.0, -1.0, None]
-    assert [one.parts["overlong"] for one in scored.scores] == [0.0, -1.0, -2.0, -1.5]
-    assert [one.right for one in scored.scores] == [True, True, True, False]
+    [scored] = training_score(config, score)([make_group(6, 8, 10, 9)])
+    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 0.0, -1.0, None]
+    assert [score.parts["overlong"] for score in scored.scores] == [0.0, -1.0, -2.0, -1.5]
+    assert [score.right for score in scored.scores] == [True, True, True, False]
     metrics = reward_metrics(scored.scores[:3])
     assert metrics["reward/mean"] == metrics["reward/exact/mean"] + metrics["reward/overlong/mean"] == 0.0
 

@@ -67,11 +67,11 @@ def test_the_bound_in_float32_is_that_of_the_engine_on_its_device_and_of_the_mod
 def test_a_second_pass_that_fails_leaves_the_gap_as_the_reason() -> None:
     gap = Mismatch(token_mult_prob_error=1.06, kl=0.0, max_abs_diff=0.2, tokens=128)
 
-    def fails() -> Rounding:
+    def fail() -> Rounding:
         raise WorkerError("exact_log_probs", [Failure("trainer-0", "OutOfMemoryError", "CUDA out of memory", "")])
 
-    why = "the trainer's pass in float32 failed: exact_log_probs on trainer-0: OutOfMemoryError: CUDA out of memory"
-    assert judge(gap, "bfloat16", fails) == Verdict(False, why)
+    reason = "the trainer's pass in float32 failed: exact_log_probs on trainer-0: OutOfMemoryError: CUDA out of memory"
+    assert judge(gap, "bfloat16", fail) == Verdict(False, reason)
 
 
 @pytest.mark.parametrize(

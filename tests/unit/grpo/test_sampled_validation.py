@@ -8,25 +8,28 @@ import pytest
 from rlctl.grpo.validation import SampledValidation
 
 
-class Told:
-    """The validation's calls of the pool, its samples and its records, in order."""
+class CallLog:
+    """Log of a validation's calls of the pool, its samples and its records, in order."""
 
     def __init__(self, version: int, sleeps: bool) -> None:
-        self.said: list[str] = []
-        self.version, self.sleeps, self.asleep = version, sleeps, sleeps
-        self.runner = SimpleNamespace(close=lambda: self.said.append("runner"))
-        self.dispatcher = SimpleNamespace(close=lambda: self.said.append("dispatcher"))
+        self.calls: list[str] = []
+        self.version = version
+        self.sleeps = sleeps
+        self.asleep = sleeps
+        self.runner = SimpleNamespace(close=lambda: self.calls.append("runner"))
+        self.dispatcher = SimpleNamespace(close=lambda: self.calls.append("dispatcher"))
 
     def sync(self, version: int) -> None:
-        self.said.append(f"sync {version}")
-        self.version, self.asleep = version, False
+        self.calls.append(f"sync {version}")
+        self.version = version
+        self.asleep = False
 
     def rest(self) -> None:
-        self.said.append("rest")
+        self.calls.append("rest")
         self.asleep = True
 
     def groups(self, version: int, *written: Any) -> list[Any]:
-        self.said.append(f"{'record' if written else 'sample'} {version}")
+        self.calls.append(f"{'record' if written else 'sample'} {version}")
         return []
 
 
@@ -41,10 +44,10 @@ class Told:
 def test_engines_get_the_weights_that_are_measured_and_rest_where_they_are_in_the_way(
     sleeps: bool, expected: list[str]
 ) -> None:
-    told: Any = Told(version=2, sleeps=sleeps)
-    validation = SampledValidation(told, told, told, lambda rows: [])
+    log: Any = CallLog(version=2, sleeps=sleeps)
+    validation = SampledValidation(log, log, log, lambda rows: [])
     for version in (2, 5):
         assert validation.measure(version)["validation/prompts"] == 0
-    assert told.said == expected
+    assert log.calls == expected
     validation.close()
-    assert told.said[-2:] == ["runner", "dispatcher"]
+    assert log.calls[-2:] == ["runner", "dispatcher"]

@@ -3,7 +3,8 @@
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -26,11 +27,16 @@ from rlctl.utils.user_code import load_object
 from tests.scored import columns, first_tokens
 
 WEIGHTS = {"exact": 1.0, "brevity": -0.25}
-PLAIN, STD, LOO, LOO_STD = GroupMean(False), GroupMean(True), LeaveOneOut(False), LeaveOneOut(True)
+PLAIN = GroupMean(False)
+STD = GroupMean(True)
+LOO = LeaveOneOut(False)
+LOO_STD = LeaveOneOut(True)
+# Added to each deviation that is a divisor.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class One:
+class ToyRollout:
     """A rollout. Its reward is the weighted sum of two."""
 
     group: int
@@ -47,158 +53,182 @@ class One:
         return self.exact >= 1
 
 
-def of(rollouts: list[One]) -> Any:
+def make_columns(step: list[ToyRollout]) -> Any:
+    """Return the columns of the rollouts of a step."""
     return columns(
-        [one.reward for one in rollouts],
-        [one.group for one in rollouts],
-        {name: [getattr(one, name) for one in rollouts] for name in WEIGHTS},
+        [rollout.reward for rollout in step],
+        [rollout.group for rollout in step],
+        {name: [getattr(rollout, name) for rollout in step] for name in WEIGHTS},
         WEIGHTS,
-        [one.right for one in rollouts],
-        [[0] * one.tokens for one in rollouts],
+        [rollout.right for rollout in step],
+        [[0] * rollout.tokens for rollout in step],
     )
 
 
-def group_mean(step: list[One], own: One, normalize: bool = False) -> float:
-    rewards = [one.reward for one in step if one.group == own.group]
+def list_group(step: list[ToyRollout], rollout: ToyRollout) -> list[ToyRollout]:
+    """Return the rollouts of a rollout's group."""
+    return [member for member in step if member.group == rollout.group]
+
+
+def group_mean(step: list[ToyRollout], rollout: ToyRollout, normalize: bool = False) -> float:
+    rewards = [member.reward for member in list_group(step, rollout)]
     if len(set(rewards)) == 1:
         return 0.0
-    return (own.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6 if normalize else 1)
+    divisor = statistics.stdev(rewards) + EPSILON if normalize else 1
+    return (rollout.reward - statistics.fmean(rewards)) / divisor
 
 
-def leave_one_out(step: list[One], own: One, normalize: bool = False) -> float:
-    rewards = [one.reward for one in step if one.group == own.group]
-    others = [one.reward for one in step if one.group == own.group and one is not own]
+def leave_one_out(step: list[ToyRollout], rollout: ToyRollout, normalize: bool = False) -> float:
+    group = list_group(step, rollout)
+    rewards = [member.reward for member in group]
+    other_rewards = [member.reward for member in group if member is not rollout]
     if len(set(rewards)) == 1:
         return 0.0
-    return (own.reward - statistics.fmean(others)) / (statistics.stdev(rewards) + 1e-6 if normalize else 1)
+    divisor = statistics.stdev(rewards) + EPSILON if normalize else 1
+    return (rollout.reward - statistics.fmean(other_rewards)) / divisor
 
 
-def batch_normalize(step: list[One], own: One, baseline: bool) -> float:
-    def centred(one: One) -> float:
-        return one.reward - (statistics.fmean(each.reward for each in step if each.group == one.group) * baseline)
+def batch_normalize(step: list[ToyRollout], rollout: ToyRollout, has_baseline: bool) -> float:
+    def subtract_baseline(scored: ToyRollout) -> float:
+        if not has_baseline:
+            return scored.reward
+        return scored.reward - statistics.fmean(member.reward for member in list_group(step, scored))
 
-    tokens = [centred(one) for one in step for _ in range(one.tokens)]
-    spread = statistics.stdev(tokens) if len(tokens) > 1 else 0.0
-    return (centred(own) - statistics.fmean(tokens)) / (spread + 1e-6)
+    token_rewards: list[float] = []
+    for scored in step:
+        token_rewards += [subtract_baseline(scored)] * scored.tokens
+    deviation = statistics.stdev(token_rewards) if len(token_rewards) > 1 else 0.0
+    return (subtract_baseline(rollout) - statistics.fmean(token_rewards)) / (deviation + EPSILON)
 
 
-def gdpo(step: list[One], own: One) -> float:
-    def total(one: One) -> float:
-        result = 0.0
+def gdpo(step: list[ToyRollout], rollout: ToyRollout) -> float:
+    def sum_scores(scored: ToyRollout) -> float:
+        total = 0.0
         for name, weight in WEIGHTS.items():
-            values = [getattr(each, name) for each in step if each.group == one.group]
-            if len(set(values)) > 1:
-                score = (getattr(one, name) - statistics.fmean(values)) / (statistics.stdev(values) + 1e-6)
-                result += weight * score
-        return result
+            rewards = [getattr(member, name) for member in list_group(step, scored)]
+            if len(set(rewards)) > 1:
+                difference = getattr(scored, name) - statistics.fmean(rewards)
+                total += weight * difference / (statistics.stdev(rewards) + EPSILON)
+        return total
 
-    totals = [total(one) for one in step]
-    return (total(own) - statistics.fmean(totals)) / ((statistics.stdev(totals) if len(step) > 1 else 0) + 1e-6)
+    totals = [sum_scores(scored) for scored in step]
+    deviation = statistics.stdev(totals) if len(step) > 1 else 0
+    return (sum_scores(rollout) - statistics.fmean(totals)) / (deviation + EPSILON)
 
 
-def quantile(step: list[One], own: One, share: float) -> float:
-    rewards = [one.reward for one in step if one.group == own.group]
+def quantile(step: list[ToyRollout], rollout: ToyRollout, share: float) -> float:
+    rewards = [member.reward for member in list_group(step, rollout)]
     if len(set(rewards)) == 1:
         return 0.0
-    baseline = min(x for x in rewards if sum(y <= x for y in rewards) / len(rewards) >= share)
-    return (own.reward - baseline) / (statistics.stdev(rewards) + 1e-6)
+    reaching = [bound for bound in rewards if sum(reward <= bound for reward in rewards) / len(rewards) >= share]
+    return (rollout.reward - min(reaching)) / (statistics.stdev(rewards) + EPSILON)
 
 
-def pass_at_k(step: list[One], own: One, k: int) -> float:
-    """By counting subsets: each is worth 1 if one member is right, and a rollout the mean of its subsets."""
-    group = [one for one in step if one.group == own.group]
+def pass_at_k(step: list[ToyRollout], rollout: ToyRollout, k: int) -> float:
+    """Count subsets: each is worth 1 if one member is right, and a rollout the mean of its subsets."""
+    group = list_group(step, rollout)
     if len(group) <= k:
         return 0.0
-    worth = {subset: float(any(group[i].right for i in subset)) for subset in combinations(range(len(group)), k)}
-    place = next(i for i, one in enumerate(group) if one is own)
-    mine = statistics.fmean(value for subset, value in worth.items() if place in subset)
-    return (mine - statistics.fmean(worth.values())) / (statistics.pstdev(worth.values()) + 1e-6)
+    worth: dict[tuple[int, ...], float] = {}
+    for subset in combinations(range(len(group)), k):
+        worth[subset] = float(any(group[place].right for place in subset))
+    own_place = next(place for place, member in enumerate(group) if member is rollout)
+    own_worth = statistics.fmean(value for subset, value in worth.items() if own_place in subset)
+    return (own_worth - statistics.fmean(worth.values())) / (statistics.pstdev(worth.values()) + EPSILON)
 
 
-REFERENCES: dict[Advantage, Callable[[list[One], One], float]] = {
+REFERENCES: dict[Advantage, Callable[[list[ToyRollout], ToyRollout], float]] = {
     PLAIN: group_mean,
-    STD: lambda step, own: group_mean(step, own, normalize=True),
+    STD: partial(group_mean, normalize=True),
     LOO: leave_one_out,
-    LOO_STD: lambda step, own: leave_one_out(step, own, normalize=True),
-    BatchNormalized("none"): lambda step, own: batch_normalize(step, own, baseline=False),
-    BatchNormalized("group_mean"): lambda step, own: batch_normalize(step, own, baseline=True),
+    LOO_STD: partial(leave_one_out, normalize=True),
+    BatchNormalized("none"): partial(batch_normalize, has_baseline=False),
+    BatchNormalized("group_mean"): partial(batch_normalize, has_baseline=True),
     Gdpo(): gdpo,
-    QuantileBaseline(0.4): lambda step, own: quantile(step, own, 0.4),
-    QuantileBaseline(0.7): lambda step, own: quantile(step, own, 0.7),
-    PassAtK(1): lambda step, own: pass_at_k(step, own, 1),
-    PassAtK(3): lambda step, own: pass_at_k(step, own, 3),
+    QuantileBaseline(0.4): partial(quantile, share=0.4),
+    QuantileBaseline(0.7): partial(quantile, share=0.7),
+    PassAtK(1): partial(pass_at_k, k=1),
+    PassAtK(3): partial(pass_at_k, k=3),
 }
 ALL = list(REFERENCES)
-every = pytest.mark.parametrize("advantage", ALL, ids=str)
-of_groups = pytest.mark.parametrize("advantage", [each for each in ALL if each.scope == "group"], ids=str)
+OF_GROUPS = [advantage for advantage in ALL if advantage.scope == "group"]
+NOT_PASS_AT_K = [advantage for advantage in ALL if not isinstance(advantage, PassAtK)]
+with_every_advantage = pytest.mark.parametrize("advantage", ALL, ids=str)
+with_every_group_advantage = pytest.mark.parametrize("advantage", OF_GROUPS, ids=str)
 # Eighths: sums and differences of rewards are exact, so that equal ones are equal in the references too.
-eighths = st.integers(-32, 32).map(lambda k: k / 8)
-ones = st.builds(One, st.integers(-2, 2), st.sampled_from([0.0, 0.5, 1.0]) | eighths, eighths, st.integers(1, 4))
-steps = st.lists(ones, min_size=1, max_size=16)
+eighths = st.integers(-32, 32).map(lambda number: number / 8)
+exact_rewards = st.sampled_from([0.0, 0.5, 1.0]) | eighths
+toy_rollouts = st.builds(ToyRollout, st.integers(-2, 2), exact_rewards, eighths, st.integers(1, 4))
+steps = st.lists(toy_rollouts, min_size=1, max_size=16)
 
 
 def test_every_name_has_a_reference_here_and_the_scope_that_the_config_knows() -> None:
-    kinds = {name: load_object(where) for name, where in ADVANTAGES.items()}
-    assert {type(each) for each in ALL} == set(kinds.values())
-    scopes = {literals(keys_of(each)["name"].type)[0]: each.scope for each in sections_of(AnyAdvantageSection)[:-1]}
-    assert {name: kind.scope for name, kind in kinds.items()} == scopes
+    classes = {name: load_object(location) for name, location in ADVANTAGES.items()}
+    assert {type(advantage) for advantage in ALL} == set(classes.values())
+    expected_scopes = {}
+    for section in sections_of(AnyAdvantageSection)[:-1]:
+        name = literals(keys_of(section)["name"].type)[0]
+        expected_scopes[name] = section.scope
+    assert {name: kind.scope for name, kind in classes.items()} == expected_scopes
 
 
-@every
+@with_every_advantage
 @settings(max_examples=60)
 @given(steps)
-def test_equals_the_definition_to_a_millionth(advantage: Advantage, step: list[One]) -> None:
-    expected = [REFERENCES[advantage](step, own) for own in step]
-    found = advantage(of(step))
-    np.testing.assert_allclose(np.array([*found], np.float64), expected, rtol=1e-6, atol=1e-6)
+def test_equals_the_definition_to_a_millionth(advantage: Advantage, step: list[ToyRollout]) -> None:
+    expected = [REFERENCES[advantage](step, rollout) for rollout in step]
+    advantages = advantage(make_columns(step))
+    np.testing.assert_allclose(np.array([*advantages], np.float64), expected, rtol=1e-6, atol=1e-6)
 
 
-@every
+@with_every_advantage
 @settings(max_examples=30)
 @given(steps, st.randoms())
-def test_the_order_of_rollouts_changes_no_bit(advantage: Advantage, step: list[One], random: Any) -> None:
+def test_the_order_of_rollouts_changes_no_bit(advantage: Advantage, step: list[ToyRollout], random: Any) -> None:
     order = random.sample(range(len(step)), len(step))
-    shuffled = first_tokens(advantage, of([step[i] for i in order]))
-    np.testing.assert_array_equal(shuffled, first_tokens(advantage, of(step))[order])
+    shuffled = first_tokens(advantage, make_columns([step[i] for i in order]))
+    np.testing.assert_array_equal(shuffled, first_tokens(advantage, make_columns(step))[order])
 
 
-@of_groups
+@with_every_group_advantage
 @settings(max_examples=30)
 @given(steps, steps)
 def test_one_groups_rewards_do_not_touch_another_group(
-    advantage: Advantage, first: list[One], second: list[One]
+    advantage: Advantage, first: list[ToyRollout], second: list[ToyRollout]
 ) -> None:
-    second = [One(one.group + 100, one.exact, one.brevity, one.tokens) for one in second]
-    together = first_tokens(advantage, of(first + second))
-    np.testing.assert_array_equal(together[: len(first)], first_tokens(advantage, of(first)))
-    np.testing.assert_array_equal(together[len(first) :], first_tokens(advantage, of(second)))
+    second = [replace(rollout, group=rollout.group + 100) for rollout in second]
+    together = first_tokens(advantage, make_columns(first + second))
+    np.testing.assert_array_equal(together[: len(first)], first_tokens(advantage, make_columns(first)))
+    np.testing.assert_array_equal(together[len(first) :], first_tokens(advantage, make_columns(second)))
 
 
-@every
+@with_every_advantage
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.1, -7.3])
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
 def test_a_step_of_one_uniform_group_gets_exactly_zero(advantage: Advantage, reward: float, size: int) -> None:
-    assert not first_tokens(advantage, of([One(0, reward, 0.3, 2)] * size)).any()
+    assert not first_tokens(advantage, make_columns([ToyRollout(0, reward, 0.3, 2)] * size)).any()
 
 
-@of_groups
+@with_every_group_advantage
 def test_a_uniform_group_beside_others_gets_exactly_zero(advantage: Advantage) -> None:
-    step = [One(0, 0.1, 0.3, 2)] * 7 + [One(1, float(i % 2), 0.0, 1) for i in range(6)] + [One(2, 1.0, 1.0, 1)]
-    found = first_tokens(advantage, of(step))
-    assert not found[:7].any() and found[7:13].any() and not found[13]
+    uniform = [ToyRollout(0, 0.1, 0.3, 2)] * 7
+    mixed = [ToyRollout(1, float(index % 2), 0.0, 1) for index in range(6)]
+    single = ToyRollout(2, 1.0, 1.0, 1)
+    advantages = first_tokens(advantage, make_columns([*uniform, *mixed, single]))
+    assert not advantages[:7].any() and advantages[7:13].any() and not advantages[13]
 
 
-@pytest.mark.parametrize("advantage", [each for each in ALL if not isinstance(each, PassAtK)], ids=str)
+@pytest.mark.parametrize("advantage", NOT_PASS_AT_K, ids=str)
 def test_a_group_equal_but_for_rounding_does_not_explode(advantage: Advantage) -> None:
     rewards = [0.1 + 0.2, 0.3, 0.3]
-    found = first_tokens(advantage, columns(rewards, [0, 0, 0], {"exact": rewards}, {"exact": 1}))
+    advantages = first_tokens(advantage, columns(rewards, [0, 0, 0], {"exact": rewards}, {"exact": 1}))
     # Two divisions by a deviation near 0.
-    assert np.abs(found).max() < (1e-4 if isinstance(advantage, Gdpo) else 1e-9)
+    assert np.abs(advantages).max() < (1e-4 if isinstance(advantage, Gdpo) else 1e-9)
 
 
-@every
+@with_every_advantage
 def test_no_rollouts_have_no_advantages(advantage: Advantage) -> None:
-    assert first_tokens(advantage, of([])).shape == (0,)
+    assert first_tokens(advantage, make_columns([])).shape == (0,)
 
 
 def test_worked_example_with_groups_of_unequal_size() -> None:
@@ -208,7 +238,8 @@ def test_worked_example_with_groups_of_unequal_size() -> None:
 
 
 def test_std_is_the_sample_standard_deviation_plus_a_millionth() -> None:
-    std, rollouts = 2**0.5 + 1e-6, columns([0.0, 2.0], [0, 0])
+    std = 2**0.5 + EPSILON
+    rollouts = columns([0.0, 2.0], [0, 0])
     np.testing.assert_allclose(first_tokens(STD, rollouts), [-1 / std, 1 / std], rtol=1e-6)
     np.testing.assert_allclose(first_tokens(LOO_STD, rollouts), [-2 / std, 2 / std], rtol=1e-6)
 
@@ -221,8 +252,11 @@ def test_the_same_prompt_drawn_twice_is_two_groups() -> None:
 
 
 @given(steps)
-def test_batch_normalised_advantages_of_the_steps_tokens_have_mean_zero_and_variance_one(step: list[One]) -> None:
-    rollouts, counts = of(step), [one.tokens for one in step]
+def test_batch_normalised_advantages_of_the_steps_tokens_have_mean_zero_and_variance_one(
+    step: list[ToyRollout],
+) -> None:
+    rollouts = make_columns(step)
+    counts = [rollout.tokens for rollout in step]
     groups = rollouts.by_group(rollouts.reward)
     for baseline, values in (("none", rollouts.reward), ("group_mean", groups.by_row(groups.centred))):
         worth = BatchNormalized(baseline)(rollouts)  # type: ignore[arg-type]
@@ -235,8 +269,8 @@ def test_batch_normalised_advantages_of_the_steps_tokens_have_mean_zero_and_vari
 
 
 @given(steps)
-def test_gdpo_has_mean_zero_and_variance_one_over_the_rollouts(step: list[One]) -> None:
-    worth = Gdpo()(of(step))
+def test_gdpo_has_mean_zero_and_variance_one_over_the_rollouts(step: list[ToyRollout]) -> None:
+    worth = Gdpo()(make_columns(step))
     assert abs(worth.sum()) < 1e-6 * len(step)
     if worth.any():
         assert math.isclose(worth.var(ddof=1), 1.0, rel_tol=1e-4)
@@ -262,13 +296,13 @@ def test_a_quantile_of_0_4_learns_from_rare_successes_or_from_rare_failures(righ
         assert not worth[:right].any() and (worth[right:] < 0).all()
 
 
-@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n), st.integers(1, 99))))
+@given(st.integers(1, 40).flatmap(lambda size: st.tuples(st.just(size), st.integers(1, size), st.integers(1, 99))))
 def test_the_quantiles_rank_is_right_where_the_product_is_rounded(sizes: tuple[int, int, int]) -> None:
     size, part, percent = sizes
     rewards = list(map(float, range(size)))
     for share in {part / size, percent / 100} - {1.0}:
         worth = QuantileBaseline(share)(columns(rewards, [0] * size))
-        rank = next(j for j in range(1, size + 1) if j / size >= share)
+        rank = next(rank for rank in range(1, size + 1) if rank / size >= share)
         assert [*worth].index(0.0) == rank - 1
 
 
@@ -286,5 +320,7 @@ def test_pass_at_1_is_the_mean_baseline_and_pass_at_k_rewards_the_rare_success_m
 
 def test_pass_at_k_counts_what_is_right_whatever_else_is_rewarded() -> None:
     right = [True, False, False, True]
-    one, other = (columns(rewards, [0] * 4, right=right) for rewards in ([1.0, 0, 0, 1], [0.2, 0.9, -3, 0.1]))
-    np.testing.assert_array_equal(first_tokens(PassAtK(2), one), first_tokens(PassAtK(2), other))
+    rewarded_if_right = columns([1.0, 0, 0, 1], [0] * 4, right=right)
+    rewarded_otherwise = columns([0.2, 0.9, -3, 0.1], [0] * 4, right=right)
+    advantages = first_tokens(PassAtK(2), rewarded_if_right)
+    np.testing.assert_array_equal(advantages, first_tokens(PassAtK(2), rewarded_otherwise))

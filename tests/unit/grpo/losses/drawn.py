@@ -36,16 +36,16 @@ _OWN: dict[str, dict[str, list[Any]]] = {
 }
 
 
-def configured(*overrides: str) -> PolicyLoss:
-    """The loss of a run with these keys."""
+def load_loss(*overrides: str) -> PolicyLoss:
+    """Return the loss of a run with these keys."""
     return make_loss(load("grpo", None, list(overrides)).settled)
 
 
-DEFAULTS = {name: configured(f"grpo.loss={name}") for name in LOSSES}
+DEFAULTS = {name: load_loss(f"grpo.loss={name}") for name in LOSSES}
 
 
 def options(name: str) -> st.SearchStrategy[PolicyLoss]:
-    """A loss with any of its options."""
+    """Return a strategy of the losses of a name with any of its options."""
     values = {key: st.sampled_from(choices) for key, choices in {**_SHARED, **_OWN[name]}.items()}
     return st.builds(type(DEFAULTS[name]), **values)
 

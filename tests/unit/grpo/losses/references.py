@@ -13,7 +13,9 @@ from torch import Tensor
 from rlctl.grpo.losses.base import PolicyLoss
 from rlctl.grpo.losses.check import MadeUpRow
 
-MU, PROXIMAL, REFERENCE = "rollout_log_prob", "proximal_log_prob", "reference_log_prob"
+MU = "rollout_log_prob"
+PROXIMAL = "proximal_log_prob"
+REFERENCE = "reference_log_prob"
 
 
 def old_log_prob(loss: PolicyLoss, row: MadeUpRow, t: int) -> Tensor:
@@ -26,27 +28,34 @@ def shrink_of(loss: PolicyLoss, row: MadeUpRow, t: int) -> float:
     return float(loss.age_decay ** row.columns["age"][t]) if loss.max_age else 1.0
 
 
-def clipped(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
-    """PPO: -min(r A, clip(r) A), and for A < 0 at most -dual_clip A."""
-    low, high = 1 - loss.clip_low * shrink, 1 + loss.clip_high * shrink
-    clip = low + 0 * r if r < low else high + 0 * r if r > high else r
-    least = r * a if r * a < clip * a else clip * a
-    if a < 0 and loss.dual_clip is not None and least < loss.dual_clip * a:
-        least = loss.dual_clip * a + 0 * r
-    return -least
+def clip_surrogate(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
+    """Return PPO's -min(r A, clip(r) A), and for A < 0 at most -dual_clip A."""
+    low = 1 - loss.clip_low * shrink
+    high = 1 + loss.clip_high * shrink
+    clip = r
+    if r < low:
+        clip = low + 0 * r
+    elif r > high:
+        clip = high + 0 * r
+    smaller = r * a if r * a < clip * a else clip * a
+    if a < 0 and loss.dual_clip is not None and smaller < loss.dual_clip * a:
+        smaller = loss.dual_clip * a + 0 * r
+    return -smaller
 
 
 def surrogate(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
     r = (row.log_probs[t] - old_log_prob(loss, row, t)).exp()
-    return clipped(loss, r, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
+    return clip_surrogate(loss, r, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
 
 
 def gspo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
-    gaps = [each.log_probs[u] - old_log_prob(loss, each, u) for each in rollout for u in masked(each)]
+    gaps = []
+    for sibling in rollout:
+        gaps += [sibling.log_probs[u] - old_log_prob(loss, sibling, u) for u in trained_places(sibling)]
     s = (torch.stack(gaps).sum() / len(gaps)).exp()
     if loss.level == "token":
         s = s.detach() * row.log_probs[t].exp() / row.log_probs[t].exp().detach()
-    return clipped(loss, s, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
+    return clip_surrogate(loss, s, row.columns["advantage"][t].item(), shrink_of(loss, row, t))
 
 
 def cispo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
@@ -57,10 +66,13 @@ def cispo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Te
 
 
 def dppo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
-    pi, q = row.log_probs[t].exp().item(), old_log_prob(loss, row, t).exp().item()
-    a, shrink = row.columns["advantage"][t].item(), shrink_of(loss, row, t)
+    pi = row.log_probs[t].exp().item()
+    q = old_log_prob(loss, row, t).exp().item()
+    a = row.columns["advantage"][t].item()
+    shrink = shrink_of(loss, row, t)
     outside = (a > 0 and pi - q > loss.mask_high * shrink) or (a < 0 and pi - q < -loss.mask_low * shrink)
-    term = -(0.0 if outside else min(pi / q, loss.ratio_cap)) * a * row.log_probs[t]
+    weight = 0.0 if outside else min(pi / q, loss.ratio_cap)
+    term = -weight * a * row.log_probs[t]
     return term + loss.rollout_kl_coef * (row.log_probs[t] - old_log_prob(loss, row, t)) ** 2
 
 
@@ -74,22 +86,25 @@ POLICY: dict[str, Callable[[Any, Sequence[MadeUpRow], MadeUpRow, int], Tensor]] 
 }
 
 
-def masked(row: MadeUpRow) -> list[int]:
+def trained_places(row: MadeUpRow) -> list[int]:
+    """Return the places of the tokens that train."""
     return [t for t in range(len(row.mask)) if row.mask[t]]
 
 
-def inside(value: float, bounds: tuple[float, float] | None) -> bool:
-    return bounds is None or bounds[0] <= value <= bounds[1]
+def is_within(number: float, bounds: tuple[float, float] | None) -> bool:
+    return bounds is None or bounds[0] <= number <= bounds[1]
 
 
 def importance(loss: PolicyLoss, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> float:
-    """w of one token."""
+    """Return the weight w of one token."""
     if loss.proximal == "rollout":
         return 1.0
     rho = (old_log_prob(loss, row, t) - row.columns[MU][t]).exp().item()
-    gaps = [(old_log_prob(loss, each, u) - each.columns[MU][u]).item() for each in rollout for u in masked(each)]
+    gaps: list[float] = []
+    for sibling in rollout:
+        gaps += [(old_log_prob(loss, sibling, u) - sibling.columns[MU][u]).item() for u in trained_places(sibling)]
     geometric = math.exp(sum(gaps) / len(gaps))
-    if not (inside(rho, loss.importance_mask) and inside(geometric, loss.sequence_mask)):
+    if not (is_within(rho, loss.importance_mask) and is_within(geometric, loss.sequence_mask)):
         return 0.0
     if loss.importance_cap is None:
         return rho if loss.importance_mask or loss.sequence_mask else 1.0
@@ -108,15 +123,18 @@ def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
 
 def reference(loss: PolicyLoss, rows: Sequence[MadeUpRow]) -> tuple[Tensor, dict[str, float]]:
     """Return the update's loss, with gradient, and its policy, KL and entropy terms."""
-    tokens, rollouts = sum(len(masked(row)) for row in rows), len({row.rollout for row in rows})
+    tokens = sum(len(trained_places(row)) for row in rows)
+    rollouts = len({row.rollout for row in rows})
     sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "entropy")}
     for row in rows:
-        rollout = [each for each in rows if each.rollout == row.rollout]
-        length = sum(len(masked(each)) for each in rollout)
-        share = 1 / length / rollouts if loss.mean_over == "rollouts" and length else 1 / max(1, tokens)
+        rollout = [sibling for sibling in rows if sibling.rollout == row.rollout]
+        length = sum(len(trained_places(sibling)) for sibling in rollout)
+        share = 1 / max(1, tokens)
         if isinstance(loss.mean_over, float):
             share = 1 / rollouts / loss.mean_over
-        for t in masked(row):
+        elif loss.mean_over == "rollouts" and length:
+            share = 1 / length / rollouts
+        for t in trained_places(row):
             w = importance(loss, rollout, row, t)
             sums["policy"] = sums["policy"] + share * w * POLICY[type(loss).__name__](loss, rollout, row, t)
             sums["kl"] = sums["kl"] + share * kl(loss, w, row, t)

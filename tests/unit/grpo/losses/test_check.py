@@ -9,7 +9,7 @@ import pytest
 from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
 from rlctl.grpo.losses.check import check_loss
 from rlctl.training.interface import Totals
-from tests.unit.grpo.losses.drawn import DEFAULTS, configured
+from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,24 @@ class HasNoGradient(Plain):
         return PolicyTerm(-tokens.advantage)
 
 
-def made(kind: type[PolicyLoss]) -> PolicyLoss:
+def make_default(kind: type[PolicyLoss]) -> PolicyLoss:
+    """Return a loss with the options that the default GRPO loss has."""
     base = DEFAULTS["grpo"]
-    return kind(**{each.name: getattr(base, each.name) for each in fields(PolicyLoss)})
+    return kind(**{option.name: getattr(base, option.name) for option in fields(PolicyLoss)})
 
 
-def failed(loss: PolicyLoss) -> dict[str, str]:
-    return {each.name: each.problem for each in check_loss(loss) if each.problem}
+def find_problems(loss: PolicyLoss) -> dict[str, str]:
+    """Return the problem of each check that fails."""
+    return {check.name: check.problem for check in check_loss(loss) if check.problem}
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
-    assert failed(configured(f"grpo.loss={name}", "async.enabled=true", "grpo.updates_per_step=2")) == {}
+    assert find_problems(load_loss(f"grpo.loss={name}", "async.enabled=true", "grpo.updates_per_step=2")) == {}
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "told"),
+    ("kind", "check", "message"),
     [
         (DividesByTokens, "packing", "divide by no count, mean or maximum of the micro-batch"),
         (DependsOnPlace, "order", "2 rollouts in their order and backwards"),
@@ -104,13 +106,13 @@ def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
         (HasNoGradient, "policy", "value has no gradient at"),
     ],
 )
-def test_a_broken_loss_is_told_so_in_one_line(kind: type[PolicyLoss], what: str, told: str) -> None:
-    found = failed(made(kind))
-    assert told in found[what] and "\n" not in found[what]
+def test_a_broken_loss_is_told_so_in_one_line(kind: type[PolicyLoss], check: str, message: str) -> None:
+    problem = find_problems(make_default(kind))[check]
+    assert message in problem and "\n" not in problem
 
 
 def test_a_loss_that_keeps_the_contract_passes_though_it_is_none_of_ours() -> None:
-    assert failed(made(Plain)) == {}
+    assert find_problems(make_default(Plain)) == {}
 
 
 def test_a_loss_that_cannot_travel_is_told_so() -> None:
@@ -118,7 +120,7 @@ def test_a_loss_that_cannot_travel_is_told_so() -> None:
     class Local(Plain):
         scale: Callable[[float], float] = lambda x: x
 
-    assert "travels to the ranks" in failed(made(Local))["pickle"]
+    assert "travels to the ranks" in find_problems(make_default(Local))["pickle"]
 
 
 class Sums(Plain):
@@ -137,13 +139,13 @@ class Misspells(Plain):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (Sums, "value is a tensor of shape () at"),
         (Bare, "returns a Tensor at"),
         (Misspells, "raises AttributeError at"),
     ],
 )
-def test_a_policy_that_gives_no_terms_is_told_once_with_file_and_line(kind: type[PolicyLoss], told: str) -> None:
-    (found,) = check_loss(made(kind))
-    assert found.problem and found.problem.startswith(told) and "test_check.py:" in found.problem
+def test_a_policy_that_gives_no_terms_is_told_once_with_file_and_line(kind: type[PolicyLoss], message: str) -> None:
+    (check,) = check_loss(make_default(kind))
+    assert check.problem and check.problem.startswith(message) and "test_check.py:" in check.problem

@@ -11,35 +11,37 @@ from rlctl.config.plugins import LOSSES
 from rlctl.grpo.losses.base import PolicyLoss
 from rlctl.grpo.losses.check import made_up_rows, one_token, outcome
 from rlctl.grpo.metrics import update_metrics
-from tests.unit.grpo.losses.drawn import DEFAULTS, configured
+from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss
 
 GRPO: Any = DEFAULTS["grpo"]
 
 
-def value_and_slope(loss: PolicyLoss, ratio: float, advantage: float) -> tuple[float, float]:
-    """The loss of one token with mu e^-1, and its derivative by the token's log-prob."""
+def measure_token(loss: PolicyLoss, ratio: float, advantage: float) -> tuple[float, float]:
+    """Return the loss of one token with mu e^-1, and its derivative by the token's log-prob."""
     row = one_token(math.log(ratio) - 1.0, -1.0, advantage)
-    found = outcome(loss, [[row]], [row])
-    return found.loss, found.gradients[0].item()
+    measured = outcome(loss, [[row]], [row])
+    return measured.loss, measured.gradients[0].item()
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "dual_clip", "value", "slope"),
+    ("ratio", "advantage", "dual_clip", "expected_loss", "slope"),
     [
         (1.0, 2.0, None, -2.0, -2.0),  # on policy the gradient is that of REINFORCE
         (1.2, 1.0, None, -1.2, -1.2),  # within 1 + clip_high
         (1.5, 1.0, None, -1.28, 0.0),  # held by clip_high
         (0.5, 1.0, None, -0.5, -0.5),  # below is free when the advantage pulls up
         (0.5, -1.0, None, 0.8, 0.0),  # held by clip_low
-        (1.5, -1.0, None, 1.5, 1.5),  # above is free when the advantage pushes down ...
+        (1.5, -1.0, None, 1.5, 1.5),  # above is free when the advantage pushes down
         (9.0, -1.0, None, 9.0, 9.0),
-        (9.0, -1.0, 3.0, 3.0, 0.0),  # ... up to dual_clip
-        (9.0, 1.0, 3.0, -1.28, 0.0),  # which positive advantages never see
+        (9.0, -1.0, 3.0, 3.0, 0.0),  # above is held by dual_clip
+        (9.0, 1.0, 3.0, -1.28, 0.0),  # positive advantages never see dual_clip
     ],
 )
-def test_grpo_case_by_case(ratio: float, advantage: float, dual_clip: float | None, value: float, slope: float) -> None:
+def test_grpo_case_by_case(
+    ratio: float, advantage: float, dual_clip: float | None, expected_loss: float, slope: float
+) -> None:
     loss = replace(GRPO, dual_clip=dual_clip)
-    assert value_and_slope(loss, ratio, advantage) == pytest.approx((value, slope), rel=1e-9)
+    assert measure_token(loss, ratio, advantage) == pytest.approx((expected_loss, slope), rel=1e-9)
 
 
 @pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (1.0, 1.0), (4.9, 4.9), (9.0, 5.0)])
@@ -47,7 +49,7 @@ def test_grpo_case_by_case(ratio: float, advantage: float, dual_clip: float | No
 def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio: float, weight: float, advantage: float) -> None:
     log_prob = math.log(ratio) - 1.0
     expected = (-weight * advantage * log_prob, -weight * advantage)
-    assert value_and_slope(DEFAULTS["cispo"], ratio, advantage) == pytest.approx(expected)
+    assert measure_token(DEFAULTS["cispo"], ratio, advantage) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio: float, weight: fl
 )
 def test_dppo_leaves_out_what_moves_out_of_the_region(ratio: float, advantage: float, slope: float) -> None:
     loss: Any = DEFAULTS["dppo"]
-    assert value_and_slope(replace(loss, rollout_kl_coef=0.0), ratio, advantage)[1] == pytest.approx(slope)
-    assert value_and_slope(loss, ratio, advantage)[1] == pytest.approx(slope + 2e-3 * math.log(ratio))
+    assert measure_token(replace(loss, rollout_kl_coef=0.0), ratio, advantage)[1] == pytest.approx(slope)
+    assert measure_token(loss, ratio, advantage)[1] == pytest.approx(slope + 2e-3 * math.log(ratio))
 
 
 def test_gspo_clips_a_rollout_whole() -> None:
@@ -72,14 +74,14 @@ def test_gspo_clips_a_rollout_whole() -> None:
         row.mask[1:] = True
         row.columns["rollout_log_prob"] = row.log_probs.detach() - gap
         row.columns["advantage"] = row.log_probs.detach() * 0 + 1.0
-    found = outcome(replace(DEFAULTS["gspo"], proximal="rollout"), [rows], rows)
-    assert not found.gradients[0].any()
-    assert found.gradients[2][1:].tolist() == pytest.approx([-math.exp(1e-4) / 5 / 2] * 5)
-    assert found.means["ratio/clipped_high"] == 0.5
+    measured = outcome(replace(DEFAULTS["gspo"], proximal="rollout"), [rows], rows)
+    assert not measured.gradients[0].any()
+    assert measured.gradients[2][1:].tolist() == pytest.approx([-math.exp(1e-4) / 5 / 2] * 5)
+    assert measured.means["ratio/clipped_high"] == 0.5
 
 
-def first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
-    """The metrics of a first update: the engine's log-probs are the trainer's plus rounding of this many nats."""
+def measure_first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
+    """Return the metrics of a first update, whose engine rounds the trainer's log-probs by `noise` nats."""
     rows = made_up_rows(0, [[65]] * 256)
     random = torch.Generator().manual_seed(1)
     for row in rows:
@@ -94,24 +96,26 @@ def first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_default_clips_the_rounding_of_bfloat16(name: str, settings: tuple[str, ...]) -> None:
     # Measured on the tiny model in bfloat16: a gap of 0.006 on the mean.
-    found = first_update(configured(f"grpo.loss={name}", *settings), noise=0.01)
-    assert found["ratio/clipped_first"] == 0.0
+    metrics = measure_first_update(load_loss(f"grpo.loss={name}", *settings), noise=0.01)
+    assert metrics["ratio/clipped_first"] == 0.0
 
 
 def test_gspo_against_the_engines_log_probs_clips_the_rounding() -> None:
-    assert first_update(configured("grpo.loss={name: gspo, proximal: rollout}"), 0.01)["ratio/clipped_first"] > 0.25
+    metrics = measure_first_update(load_loss("grpo.loss={name: gspo, proximal: rollout}"), noise=0.01)
+    assert metrics["ratio/clipped_first"] > 0.25
 
 
 def share_of_outlier(loss: Any, mu: float, advantage: float, reference: float) -> float:
-    """Share of the gradient's norm that comes from one token of 512 with pi e^-1: the others are on policy."""
+    """Return the share of one token of 512 in the gradient's norm. Its pi is e^-1; the others are on policy."""
     rows = made_up_rows(0, [[8]] * 64, spread=0.01)
     for row in rows:
         row.mask[1:] = True
         row.columns["advantage"] = row.columns["advantage"].sign() + (row.columns["advantage"] == 0)
-    token = rows[0]
-    token.log_probs.data[3] = -1.0
-    token.columns["rollout_log_prob"][3], token.columns["reference_log_prob"][3] = mu, reference
-    token.columns["advantage"][:] = advantage
+    outlier_row = rows[0]
+    outlier_row.log_probs.data[3] = -1.0
+    outlier_row.columns["rollout_log_prob"][3] = mu
+    outlier_row.columns["reference_log_prob"][3] = reference
+    outlier_row.columns["advantage"][:] = advantage
     gradients = [gradient.double() for gradient in outcome(loss, [rows], rows).gradients[::2]]
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
     return abs(gradients[0][3].item()) / norm

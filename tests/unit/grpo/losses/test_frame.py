@@ -18,8 +18,8 @@ from rlctl.config.plugins import LOSSES
 from rlctl.grpo.losses.base import PolicyLoss
 from rlctl.grpo.losses.check import MadeUpRow, difference, made_up_rows, outcome, pack_rows
 from rlctl.training.interface import LossNeeds, Totals
-from tests.unit.grpo.losses.drawn import DEFAULTS, configured, losses, options, shapes
-from tests.unit.grpo.losses.references import MU, importance, masked, old_log_prob
+from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss, losses, options, shapes
+from tests.unit.grpo.losses.references import MU, importance, old_log_prob, trained_places
 
 GRPO = DEFAULTS["grpo"]
 FULL = replace(
@@ -28,46 +28,60 @@ FULL = replace(
 )  # fmt: skip
 
 
-def plain_metrics(loss: Any, rows: Sequence[MadeUpRow]) -> tuple[dict[str, float], float]:
-    """Means over tokens of the GRPO loss and its largest ratio, a token at a time in Python floats."""
+def measure_token(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> dict[str, float]:
+    """Return the metrics of one token of the GRPO loss, in Python floats."""
+    pi = row.log_probs[t].exp().item()
+    q = old_log_prob(loss, row, t).exp().item()
+    mu = row.columns[MU][t].exp().item()
+    r = pi / q
+    a = row.columns["advantage"][t].item()
+    age = int(row.columns["age"][t])
+    shrink = loss.age_decay**age if loss.max_age else 1.0
+    is_above = (a > 0 and r > 1 + loss.clip_high * shrink) or (a < 0 and r > (loss.dual_clip or math.inf))
+    metrics = {
+        "ratio/mean": r,
+        "ratio/clipped_low": float(a < 0 and r < 1 - loss.clip_low * shrink),
+        "ratio/clipped_high": float(is_above),
+    }
+    if loss.proximal != "recompute":
+        gap = pi / mu
+        metrics["mismatch/token_mult_prob_error"] = max(gap, 1 / gap)
+        metrics["mismatch/kl"] = gap - 1 - math.log(gap)
+    if loss.proximal != "rollout":
+        metrics["importance/mean"] = q / mu
+        if loss.importance_cap is not None:
+            metrics["importance/truncated"] = float(q / mu > 1 + (loss.importance_cap - 1) * shrink)
+        if loss.importance_mask or loss.sequence_mask:
+            metrics["importance/masked"] = float(importance(loss, rollout, row, t) == 0)
+    if loss.max_age:
+        for share_age in range(3):
+            metrics[f"age/share_{share_age}"] = float(age == share_age)
+        policy = pi if loss.proximal == "rollout" else q
+        metrics[f"mismatch/age_{age}"] = max(policy / mu, mu / policy)
+    return metrics
+
+
+def average_metrics(loss: Any, rows: Sequence[MadeUpRow]) -> tuple[dict[str, float], float]:
+    """Return the means over tokens of the GRPO loss and its largest ratio, a token at a time."""
     values: dict[str, list[float]] = {}
-    largest = 0.0
     for row in rows:
-        rollout = [each for each in rows if each.rollout == row.rollout]
-        for t in masked(row):
-            pi, q, mu = (x.exp().item() for x in (row.log_probs[t], old_log_prob(loss, row, t), row.columns[MU][t]))
-            r, a, age = pi / q, row.columns["advantage"][t].item(), int(row.columns["age"][t])
-            shrink = loss.age_decay**age if loss.max_age else 1.0
-            found = {"ratio/mean": r, "ratio/clipped_low": float(a < 0 and r < 1 - loss.clip_low * shrink)}
-            above = (a > 0 and r > 1 + loss.clip_high * shrink) or (a < 0 and r > (loss.dual_clip or math.inf))
-            found["ratio/clipped_high"] = float(above)
-            if loss.proximal != "recompute":
-                gap = pi / mu
-                found |= {"mismatch/token_mult_prob_error": max(gap, 1 / gap), "mismatch/kl": gap - 1 - math.log(gap)}
-            if loss.proximal != "rollout":
-                found["importance/mean"] = q / mu
-                if loss.importance_cap is not None:
-                    found["importance/truncated"] = float(q / mu > 1 + (loss.importance_cap - 1) * shrink)
-                if loss.importance_mask or loss.sequence_mask:
-                    found["importance/masked"] = float(importance(loss, rollout, row, t) == 0)
-            if loss.max_age:
-                found |= {f"age/share_{k}": float(age == k) for k in range(3)}
-                policy = pi if loss.proximal == "rollout" else q
-                found[f"mismatch/age_{age}"] = max(policy / mu, mu / policy)
-            for name, value in found.items():
-                values.setdefault(name, []).append(value)
-            largest = max(largest, r)
-    return {name: sum(each) / len(each) for name, each in values.items()}, largest
+        rollout = [sibling for sibling in rows if sibling.rollout == row.rollout]
+        for t in trained_places(row):
+            for name, number in measure_token(loss, rollout, row, t).items():
+                values.setdefault(name, []).append(number)
+    means = {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    return means, max(values.get("ratio/mean", []), default=0.0)
 
 
 @given(options("grpo"), st.integers(0, 10_000), shapes)
 @settings(max_examples=60, deadline=None)
 def test_metrics_equal_plain_means_over_tokens(loss: PolicyLoss, seed: int, lengths: list[list[int]]) -> None:
     rows = made_up_rows(seed, lengths)
-    found = outcome(loss, [rows], rows)
-    means, largest = plain_metrics(loss, rows)
-    assert {name: mean for name, mean in found.means.items() if not name.startswith("loss/")} == pytest.approx(means)
-    assert found.maxima == {"ratio/max": pytest.approx(largest)}
+    measured = outcome(loss, [rows], rows)
+    expected_means, largest = average_metrics(loss, rows)
+    means = {name: mean for name, mean in measured.means.items() if not name.startswith("loss/")}
+    assert means == pytest.approx(expected_means)
+    assert measured.maxima == {"ratio/max": pytest.approx(largest)}
 
 
 @given(losses, st.integers(0, 10_000), shapes, st.data())
@@ -87,8 +101,9 @@ def test_packing_and_order_change_neither_loss_nor_gradient_nor_metrics(
 @given(losses)
 @settings(max_examples=60, deadline=None)
 def test_what_is_divided_by_adds_up_over_the_parts_of_an_update(loss: PolicyLoss) -> None:
-    one, other = Totals(7, 3, 2), Totals(5, 4, 4)
-    assert loss.normalizer(one) + loss.normalizer(other) == pytest.approx(loss.normalizer(one + other))
+    first = Totals(7, 3, 2)
+    second = Totals(5, 4, 4)
+    assert loss.normalizer(first) + loss.normalizer(second) == pytest.approx(loss.normalizer(first + second))
     assert loss.normalizer(Totals(0, 3, 2)) == 0
 
 
@@ -96,8 +111,8 @@ def test_the_normalizer_is_tokens_rollouts_or_rollouts_times_a_constant() -> Non
     totals = Totals(tokens=7, sequences=3, rollouts=2)
     expected = {"grpo": 7, "dr_grpo": 2 * 4, "gspo": 2, "cispo": 7, "reinforce": 7, "dppo": 7}
     assert {name: loss.normalizer(totals) for name, loss in DEFAULTS.items()} == expected
-    assert configured("grpo.loss.reduction=sequence").normalizer(totals) == 2
-    assert configured("grpo.loss=dr_grpo", "grpo.loss.max_tokens=10").normalizer(totals) == 20
+    assert load_loss("grpo.loss.reduction=sequence").normalizer(totals) == 2
+    assert load_loss("grpo.loss=dr_grpo", "grpo.loss.max_tokens=10").normalizer(totals) == 20
 
 
 def test_constants_have_no_gradient_though_fields_come_with_one() -> None:
@@ -105,7 +120,9 @@ def test_constants_have_no_gradient_though_fields_come_with_one() -> None:
     batch = pack_rows(rows)
     batch.columns = {name: value.requires_grad_() for name, value in batch.columns.items()}
     output = FULL(batch)
-    scalars = [*output.maxima.values(), *(each for pair in output.means.values() for each in pair)]
+    scalars = list(output.maxima.values())
+    for mean in output.means.values():
+        scalars += mean
     assert not any(scalar.requires_grad for scalar in scalars)
     output.loss.backward()  # type: ignore[no-untyped-call]
     assert all(value.grad is None for value in batch.columns.values())
@@ -130,7 +147,8 @@ def test_current_is_recompute_without_the_pass_while_the_policy_is_unchanged() -
     for row in rows:
         row.columns["proximal_log_prob"] = row.log_probs.detach().clone()
     for loss in (FULL, *DEFAULTS.values()):
-        recompute, current = (outcome(replace(loss, proximal=each), [rows], rows) for each in ("recompute", "current"))
+        recompute = outcome(replace(loss, proximal="recompute"), [rows], rows)
+        current = outcome(replace(loss, proximal="current"), [rows], rows)
         assert current.loss == pytest.approx(recompute.loss)
         torch.testing.assert_close(current.gradients, recompute.gradients)
         assert current.means["ratio/mean"] == pytest.approx(1.0)
@@ -153,39 +171,38 @@ def test_weights_of_tis_icepop_and_both(cap: float | None, mask: tuple[float, fl
     assert outcome(by_sequence, [rows], rows).loss == pytest.approx(-weight)
 
 
-def needs(*columns: str, whole: bool = False) -> LossNeeds:
-    return LossNeeds(frozenset({"advantage", "rollout_log_prob", *columns}), whole)
+def make_needs(*columns: str, whole_rollouts: bool = False) -> LossNeeds:
+    return LossNeeds(frozenset({"advantage", "rollout_log_prob", *columns}), whole_rollouts)
 
 
 def test_a_loss_needs_the_columns_that_its_options_read() -> None:
-    assert {name: loss.needs for name, loss in DEFAULTS.items()} == {
-        name: needs(whole=name == "gspo") for name in LOSSES
-    }
-    assert replace(GRPO, kl_coef=0.1).needs == needs("reference_log_prob")
-    assert replace(GRPO, proximal="recompute").needs == needs("proximal_log_prob")
-    assert replace(GRPO, max_age=2).needs == needs("age")
-    assert replace(GRPO, sequence_mask=(0.5, 2.0)).needs == needs(whole=True)
-    assert configured("grpo.loss.reduction=sequence").needs == needs(whole=True)
+    expected_needs = {name: make_needs(whole_rollouts=name == "gspo") for name in LOSSES}
+    assert {name: loss.needs for name, loss in DEFAULTS.items()} == expected_needs
+    assert replace(GRPO, kl_coef=0.1).needs == make_needs("reference_log_prob")
+    assert replace(GRPO, proximal="recompute").needs == make_needs("proximal_log_prob")
+    assert replace(GRPO, max_age=2).needs == make_needs("age")
+    assert replace(GRPO, sequence_mask=(0.5, 2.0)).needs == make_needs(whole_rollouts=True)
+    assert load_loss("grpo.loss.reduction=sequence").needs == make_needs(whole_rollouts=True)
 
 
 def test_is_made_from_the_config_of_a_run() -> None:
-    mask = configured("async.enabled=true", "grpo.loss.importance_mask=[0.5, 5]", "async.max_trajectory_age_steps=3")
+    mask = load_loss("async.enabled=true", "grpo.loss.importance_mask=[0.5, 5]", "async.max_trajectory_age_steps=3")
     assert mask == replace(GRPO, proximal="current", importance_mask=(0.5, 5.0), max_age=3)
-    assert configured("async.enabled=true", "grpo.updates_per_step=2").proximal == "recompute"
-    assert configured("grpo.loss.proximal=recompute", "grpo.loss.force_on_policy_ratio=false").proximal == "recompute"
-    assert configured("grpo.loss=cispo", "async.enabled=true").proximal == "rollout"
+    assert load_loss("async.enabled=true", "grpo.updates_per_step=2").proximal == "recompute"
+    assert load_loss("grpo.loss.proximal=recompute", "grpo.loss.force_on_policy_ratio=false").proximal == "recompute"
+    assert load_loss("grpo.loss=cispo", "async.enabled=true").proximal == "rollout"
 
 
 def test_gspo_has_the_trainers_own_log_probs_without_a_pass_where_a_step_makes_one_update() -> None:
     explicit = "grpo.loss={name: gspo, proximal: auto}"
-    assert [configured(key).proximal for key in ("grpo.loss=gspo", explicit)] == ["current", "current"]
-    several = configured("grpo.loss=gspo", "grpo.updates_per_step=2")
-    assert several.needs == needs("proximal_log_prob", whole=True)
+    assert [load_loss(key).proximal for key in ("grpo.loss=gspo", explicit)] == ["current", "current"]
+    several = load_loss("grpo.loss=gspo", "grpo.updates_per_step=2")
+    assert several.needs == make_needs("proximal_log_prob", whole_rollouts=True)
 
 
 def test_keys_of_a_users_class_become_values_of_its_fields_types() -> None:
     file = Path(__file__).parents[3] / "plugins" / "my_loss.py"
-    tau = vars(configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2"))["tau_down"]
+    tau = vars(load_loss(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2"))["tau_down"]
     assert (tau, type(tau)) == (2.0, float)
 
 
@@ -202,11 +219,12 @@ def test_a_users_class_travels_to_a_process_that_has_not_imported_it(tmp_path: P
         "@dataclass(frozen=True)\nclass Mine(PolicyLoss):\n    scale: float = 2.0\n\n"
         "    def policy(self, tokens):\n        return PolicyTerm(-self.scale * tokens.advantage * tokens.log_prob)\n"
     )
-    loss: Any = configured(f"grpo.loss.name={file}:Mine", "grpo.loss.scale=3")
+    loss: Any = load_loss(f"grpo.loss.name={file}:Mine", "grpo.loss.scale=3")
     (tmp_path / "loss.pickle").write_bytes(pickle.dumps(loss))
     code = "import pickle, sys; print(vars(pickle.load(open(sys.argv[1], 'rb'))))"
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "loss.pickle")], cwd=tmp_path, capture_output=True, text=True
     )
-    assert told.stdout.strip() == str({each.name: getattr(loss, each.name) for each in fields(loss)}), told.stderr
+    expected_keys = {key.name: getattr(loss, key.name) for key in fields(loss)}
+    assert process.stdout.strip() == str(expected_keys), process.stderr
     assert loss.scale == 3.0
