@@ -60,7 +60,7 @@ def test_an_import_that_fails_ends_or_hangs_is_named_and_spares_this_process(
 
 def test_missing_packages_name_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert check_packages("gpu")[0] == Check("torch", "broken", "not installed", "pip install 'rlctl[gpu]'")
+    assert check_packages("gpu")[0] == Check("torch", "broken", "not installed", fix="pip install 'rlctl[gpu]'")
 
 
 def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch)
     extras = ("gpu", "gpu-next")
     assert {check.state for check in check_packages(*extras)} == {"ok"}
     installed["torch"] = "2.11.0"
-    mixed = Check("torch", "warning", "2.11.0; rlctl is made for 2.14.0", "pip install 'rlctl[gpu-next]'")
+    mixed = Check("torch", "warning", "2.11.0; rlctl is made for 2.14.0", fix="pip install 'rlctl[gpu-next]'")
     assert check_packages(*extras)[0] == mixed
     installed["vllm"] = "0.30.0"
     assert check_packages(*extras)[0].state == "ok"
@@ -93,7 +93,7 @@ def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert check_compiler(GOOD) == []
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert check_compiler(with_gpu) == [Check("C compiler", "broken", "none", "install gcc")]
+    assert check_compiler(with_gpu) == [Check("C compiler", "broken", "none", fix="install gcc")]
     (tmp_path / "gcc").write_text("")
     (tmp_path / "gcc").chmod(0o755)
     assert check_compiler(with_gpu) == [Check("C compiler", "ok", str(tmp_path / "gcc"))]
@@ -114,10 +114,10 @@ def test_the_machine_is_read_also_for_a_folder_that_does_not_exist_yet(tmp_path:
 
 
 def test_the_command_fails_if_something_needed_is_broken(rlctl: Rlctl, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [Check("cores", "warning", "1", "more"), Check("torch", "ok", "2")]
+    checks = [Check("cores", "warning", "1", fix="more"), Check("torch", "ok", "2")]
     monkeypatch.setattr(doctor, "examine", lambda folder: checks)
     assert rlctl("doctor").code == 0
-    checks.append(Check("vllm", "broken", "not installed", "pip install 'rlctl[cpu]'"))
+    checks.append(Check("vllm", "broken", "not installed", fix="pip install 'rlctl[cpu]'"))
     done = rlctl("doctor")
     assert done.code == 1
     assert "pip install 'rlctl[cpu]'" in done.out

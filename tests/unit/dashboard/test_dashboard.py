@@ -243,7 +243,7 @@ def many_engines_metrics(step: int) -> dict[str, float]:
     return async_metrics(step) | engine_metrics(EngineInterval(before, after, devices=64))
 
 
-def events_rows(lines: list[str]) -> list[int]:
+def find_events_rows(lines: list[str]) -> list[int]:
     """Return the rows of a screen at which the panel of events begins."""
     return [row for row, line in enumerate(lines) if "─ Events" in line]
 
@@ -255,7 +255,7 @@ def test_sixty_four_engines_are_shown_by_their_median_and_the_worst(tmp_path: Pa
     lines = draw_screen(with_engines, *size)
     slowest_lines = [line for line in lines if "slowest" in line]
     assert len(slowest_lines) == 1 and "engines 1,200, slowest 400 (#37) ─╯" in slowest_lines[0]
-    assert events_rows(lines) == events_rows(draw_screen(without_engines, *size))
+    assert find_events_rows(lines) == find_events_rows(draw_screen(without_engines, *size))
     if size[0] > 116:
         idlest_lines = [line for line in lines if "idlest" in line]
         assert len(idlest_lines) == 1 and "75.0%" in idlest_lines[0]

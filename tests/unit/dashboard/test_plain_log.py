@@ -113,7 +113,7 @@ def test_the_view_prints_what_is_written_while_it_runs_and_then_the_summary(tmp_
     EventLog(run.events, now=lambda: 99.0).emit("warning", what="of an earlier attempt")
     events = EventLog(run.events)
     out = io.StringIO()
-    with LineView(run, 1, 100.0, out):
+    with LineView(run, every=1, since=100.0, out=out):
         events.emit("run_started", algorithm="grpo", model="tiny", num_steps=2)
         metrics = MetricsLog(run.metrics, events)
         metrics.write("step", 1, step_metrics(1))
@@ -132,7 +132,7 @@ def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: P
     out = io.StringIO()
     times = iter(range(101, 200))
     metrics = MetricsLog(run.metrics, EventLog(run.events), now=lambda: float(next(times)))
-    view = LineView(run, 1, 100.0, out)
+    view = LineView(run, every=1, since=100.0, out=out)
     for step in (1, 2, 3):
         metrics.write("step", step, step_metrics(step))
     view.update()
@@ -165,7 +165,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run_and_is_told_nothing(
     tmp_path: Path, num_writes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir.create("a", tmp_path)
-    with LineView(run, 1, 0.0, ClosedPipe(num_writes)):
+    with LineView(run, every=1, since=0.0, out=ClosedPipe(num_writes)):
         EventLog(run.events).emit("warning", what="unheard")
     assert capfd.readouterr().err == ""
 
@@ -176,7 +176,7 @@ def test_a_clock_that_is_set_back_hides_no_step(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("rlctl.telemetry.events.time.time", lambda: clock[0])
     out = io.StringIO()
     events = EventLog(run.events)
-    view = LineView(run, 1, events.now(), out)
+    view = LineView(run, every=1, since=events.now(), out=out)
     events.emit("run_started", algorithm="grpo", model="tiny", num_steps=4)
     metrics = MetricsLog(run.metrics, events)
     metrics.write("step", 1, step_metrics(1))
@@ -186,7 +186,7 @@ def test_a_clock_that_is_set_back_hides_no_step(tmp_path: Path, monkeypatch: pyt
     view.update()
     clock[0] -= 3600
     resumed = EventLog(run.events)
-    later_view = LineView(run, 1, resumed.now(), out)
+    later_view = LineView(run, every=1, since=resumed.now(), out=out)
     resumed.emit("run_started", algorithm="grpo", model="tiny", num_steps=4, start_step=2)
     MetricsLog(run.metrics, resumed).write("step", 3, step_metrics(3))
     later_view.update()

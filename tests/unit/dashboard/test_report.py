@@ -28,8 +28,8 @@ from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_ru
 
 
 @pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a library of charts in place that is ready at once."""
+def chart_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a library of charts in place that loads at once."""
     monkeypatch.setattr(vega, "is_installed", lambda: True)
     monkeypatch.setattr(vega, "script", lambda: "/* library */")
 
@@ -41,14 +41,14 @@ def call(*words: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def data_of(html: str) -> Any:
+def read_data(html: str) -> Any:
     """Return the data that a page holds."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert match
     return json.loads(match[1])
 
 
-def series_of(charts: list[MetricChart]) -> list[MetricSeries]:
+def list_series(charts: list[MetricChart]) -> list[MetricSeries]:
     """Return the series of all charts."""
     all_series: list[MetricSeries] = []
     for chart in charts:
@@ -56,15 +56,15 @@ def series_of(charts: list[MetricChart]) -> list[MetricSeries]:
     return all_series
 
 
-def series_in(html: str) -> list[dict[str, Any]]:
+def read_series(html: str) -> list[dict[str, Any]]:
     """Return the series of all charts of a page."""
     all_series = []
-    for chart in data_of(html)["charts"]:
+    for chart in read_data(html)["charts"]:
         all_series += chart.get("series", [])
     return all_series
 
 
-def chart_titled(title: str, charts: list[MetricChart]) -> MetricChart:
+def find_chart(title: str, charts: list[MetricChart]) -> MetricChart:
     """Return the only chart with a title."""
     (chart,) = [chart for chart in charts if chart.title == title]
     return chart
@@ -85,7 +85,7 @@ def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Pat
     metrics = {**async_metrics(1), "reward/mine/mean": 1.0, "of/my_own": 2.0, "reward/failed": 0.0}
     write_run(tmp_path, "a", metrics=lambda step: {**metrics, "train/lr": step})
     state = read_state(tmp_path / "a")
-    drawn_names = [series.name for series in series_of(charts_of([state]))]
+    drawn_names = [series.name for series in list_series(charts_of([state]))]
     names = {name for name in metrics if not name.startswith(("time/step", "version"))}
     assert len(drawn_names) == len(set(drawn_names))
     assert set(drawn_names) == (names - {"reward/failed", "buffer/age_2"}) | {"train/lr", "validation/accuracy"}
@@ -102,7 +102,7 @@ def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Pat
     ],
 )
 def test_the_bound_on_the_mismatch_has_its_value_and_source(
-    tmp_path: Path, light: None, probed_bound: float | None, legend: str
+    tmp_path: Path, chart_library: None, probed_bound: float | None, legend: str
 ) -> None:
     run = write_run(tmp_path, "a", metrics=lambda step: step_metrics(step) | {"mismatch/token_mult_prob_error": 1.06})
     if probed_bound:
@@ -120,7 +120,7 @@ def test_the_areas_of_a_step_add_up_to_its_wall_time(tmp_path: Path) -> None:
 
     write_run(tmp_path, "a", metrics=metrics)
     state = read_state(tmp_path / "a")
-    chart = chart_titled("Phases of a step", charts_of([state]))
+    chart = find_chart("Phases of a step", charts_of([state]))
     assert stack_sums(chart.series) == pytest.approx(dict(state.series("time/step")))
     assert {len(series.values) for series in chart.series} == {20}
 
@@ -137,7 +137,7 @@ def test_stacks_of_two_runs_have_the_same_colours_and_axis(tmp_path: Path) -> No
 
 def test_a_slow_first_step_is_cut_and_named(tmp_path: Path) -> None:
     write_run(tmp_path, "a", 100, metrics=lambda step: {"time/train": 100.0 if step == 1 else 1.0, "reward/mean": 1})
-    chart = chart_titled("Phases of a step", charts_of([read_state(tmp_path / "a")]))
+    chart = find_chart("Phases of a step", charts_of([read_state(tmp_path / "a")]))
     assert chart.top == 1.5 and vega.steps_above(chart) == [(1, 100.0)]
 
 
@@ -152,16 +152,16 @@ def test_steps_are_chosen_evenly_with_the_first_and_the_last() -> None:
     assert evenly([3, 9], 5) == [3, 9] and evenly([3, 9, 11], 1) == [11]
 
 
-def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path, light: None) -> None:
+def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path, chart_library: None) -> None:
     run = write_run(tmp_path, "a")
     write_groups(run, range(1, 21))
     run.config.write_text("kind: grpo\nrun:\n  seed: 5  # from override 1: run.seed=5\n  log_every: 1\n")
     EventLog(run.events).emit("warning", what="grad norm is <high>", check="grad_norm", step=7)
     html = page([read_run(run.path, "a")], "today")
-    kl = next(series for series in series_in(html) if series["metric"] == "loss/kl")
+    kl = next(series for series in read_series(html) if series["metric"] == "loss/kl")
     assert kl["meaning"] == "KL to the reference, nats a token" and kl["values"][:2] == [0.001, 0.002]
     assert "warning: grad norm is &lt;high&gt;" in html
-    page_data = data_of(html)
+    page_data = read_data(html)
     assert {"step": 7, "label": "grad norm"}.items() <= page_data["charts"][-1]["rows"][-1].items()
     assert [group["step"] for group in page_data["samples"][0]["groups"]["train"]] == list(range(1, 21))
     assert "<td class='own'><code>5</code><span class='origin'>override 1: run.seed=5</span>" in html
@@ -169,13 +169,13 @@ def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path,
     assert "default-src 'none'" in html and not re.search(r'(src|href)="(?!#)', html)
 
 
-def test_what_the_policy_wrote_cannot_become_a_part_of_the_page(tmp_path: Path, light: None) -> None:
+def test_what_the_policy_wrote_cannot_become_a_part_of_the_page(tmp_path: Path, chart_library: None) -> None:
     run = write_run(tmp_path, "a")
     write_groups(run, range(1, 2), text="</script><script>alert(1)</script>\ud800<!--")
     html = page([read_run(run.path, "<b>")], "today")
     assert "<script>alert" not in html and "<b> <span" not in html
     html.encode()
-    rollout = data_of(html)["samples"][0]["groups"]["train"][0]["rollouts"][0]
+    rollout = read_data(html)["samples"][0]["groups"]["train"][0]["rollouts"][0]
     assert rollout["text"][0][0].startswith("</script><script>alert(1)")
 
 
@@ -187,14 +187,14 @@ def test_samples_take_a_bounded_part_of_the_page(tmp_path: Path) -> None:
     assert len(json.dumps(groups)) < 100_000 and "more letters" in groups[0]["rollouts"][0]["text"][0][0]
 
 
-def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, light: None) -> None:
+def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, chart_library: None) -> None:
     for name, seed in (("a", 1), ("b", 2)):
         write_run(tmp_path, name).config.write_text(f"kind: grpo\nrun:\n  seed: {seed}\n  log_every: 1\n")
     runs = read_runs([tmp_path / "a", tmp_path / "b"])
     html = page(runs, "today")
     differing = html.partition("<h2>What differs</h2>")[2].partition("</section>")[0]
     assert "run.seed" in differing and "run.log_every" not in differing
-    assert [series["label"] for series in data_of(html)["charts"][0]["series"]] == [
+    assert [series["label"] for series in read_data(html)["charts"][0]["series"]] == [
         "a · reward/accuracy",
         "b · reward/accuracy",
         "a · validation/accuracy",
@@ -202,7 +202,9 @@ def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, light: No
     ]
 
 
-def test_runs_of_two_kinds_have_a_table_of_what_both_have_and_fold_the_rest(tmp_path: Path, light: None) -> None:
+def test_runs_of_two_kinds_have_a_table_of_what_both_have_and_fold_the_rest(
+    tmp_path: Path, chart_library: None
+) -> None:
     for name, kind in (("played", "grpo"), ("start", "sft")):
         run = write_run(tmp_path, name)
         run.config.write_text(load(kind, None, [f"run.name={name}"]).to_yaml())
@@ -235,7 +237,7 @@ def test_episodes_and_tools_have_a_section_of_their_own(tmp_path: Path) -> None:
     write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **metrics})
     charts = charts_of([read_state(tmp_path / "a")])
     episode_charts = [chart for chart in charts if chart.section == "Episodes and tools"]
-    assert {series.name for series in series_of(episode_charts)} == set(metrics)
+    assert {series.name for series in list_series(episode_charts)} == set(metrics)
     assert [chart.title for chart in episode_charts[:3]] == [
         "Turns of an episode",
         "Tool calls of an episode",
@@ -252,7 +254,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert names == [f"a ({tmp_path / folder})" for folder in ("x", "y")]
 
 
-def test_damaged_files_are_read_as_far_as_they_go_and_named(tmp_path: Path, light: None) -> None:
+def test_damaged_files_are_read_as_far_as_they_go_and_named(tmp_path: Path, chart_library: None) -> None:
     run = write_run(tmp_path, "a")
     write_groups(run, range(1, 4))
     lines = run.metrics.read_bytes().split(b"\n")
@@ -264,11 +266,11 @@ def test_damaged_files_are_read_as_far_as_they_go_and_named(tmp_path: Path, ligh
     assert [len(reported_run.samples[purpose]) for purpose in ("validation", "train")] == [0, 2]
     assert reported_run.remarks[0] == "metrics.jsonl: without 2 damaged lines"
     assert "its config is left out: " in reported_run.remarks[1]
-    for series in series_in(page([reported_run], "now")):
+    for series in read_series(page([reported_run], "now")):
         assert not any(math.isnan(figure) for figure in series["values"])
 
 
-def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path: Path, light: None) -> None:
+def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path: Path, chart_library: None) -> None:
     live_run = read_run(write_run(tmp_path, "a", steps=7, ended=None).path, "a")
     assert live_run.remarks[0].startswith("is under way: 7 steps of 20 done")
     failed_run = read_run(write_run(tmp_path, "b", steps=0, ended="failed").path, "b")
@@ -279,7 +281,7 @@ def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path
 
 
 def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
-    tmp_path: Path, light: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, chart_library: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in "ab":
         write_run(tmp_path, name)
@@ -292,7 +294,7 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
     assert addresses == [(tmp_path / "it.html").as_uri()]
 
 
-def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, light: None) -> None:
+def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, chart_library: None) -> None:
     name = os.fsdecode(b"a\xff")
     write_run(tmp_path, "a")
     (tmp_path / "a").rename(tmp_path / name)
@@ -301,7 +303,9 @@ def test_a_run_whose_name_is_not_utf8_is_reported(tmp_path: Path, light: None) -
     assert "<h1>a\ufffd" in (tmp_path / name / "report.html").read_text(encoding="utf-8")
 
 
-def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_line_with_the_remedy(
+    tmp_path: Path, chart_library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path, "sums")
     assert call("sumz", "--dir", tmp_path) == (2, "", "error: sumz: no such run; did you mean sums?\n")
     code, _, error = call("sums", "--dir", tmp_path, "-o", tmp_path / "none" / "it.html")
@@ -313,7 +317,7 @@ def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monk
     )
 
 
-def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Path, light: None) -> None:
+def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Path, chart_library: None) -> None:
     """Show a metric by its row: meaning, chart, and row of the live view. An undeclared metric is drawn too."""
     gate = Metric(
         "gate/mean", "mean of the gate", "share", chart=ReportChart(LEARNING, "Gate"), panel=[PanelRow("gate", 45)]
@@ -322,17 +326,17 @@ def test_metrics_of_a_users_part_are_shown_as_the_runs_own_rows_say(tmp_path: Pa
     run = write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **gate_metrics})
     write_rows(run.metric_rows, [*installed_rows().rows, gate])
     state = read_state(run.path)
-    declared = chart_titled("Gate", charts_of([state]))
+    declared = find_chart("Gate", charts_of([state]))
     assert (declared.section, declared.unit) == (LEARNING, "share")
     assert declared.meanings == {"gate/mean": "mean of the gate"}
-    undeclared = chart_titled("gate/spread", charts_of([state]))
+    undeclared = find_chart("gate/spread", charts_of([state]))
     assert (undeclared.section, undeclared.meanings) == (OTHERS, {"gate/spread": ""})
     labels = [metric.label for metric in metrics_of(state)]
     assert labels[labels.index("reward") :][:3] == ["reward", "gate", "accuracy"]
     screen = ["".join(part.text for part in row) for row in render(state, 120, 40).rows]
     assert any(re.search(r"gate +25\.0%", line) for line in screen)
     html = page([read_run(run.path, "a")], "")
-    meanings = {series["metric"]: series["meaning"] for series in series_in(html)}
+    meanings = {series["metric"]: series["meaning"] for series in read_series(html)}
     assert meanings["gate/mean"] == "mean of the gate" and meanings["gate/spread"] == ""
 
 

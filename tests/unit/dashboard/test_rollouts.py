@@ -148,7 +148,7 @@ def test_a_tall_dashboard_shows_the_best_and_the_worst_rollout_of_the_newest_gro
 
 
 def test_ten_million_tokens_open_without_being_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse little of the file: opening it takes 0.05 s of one core, and parsing all of it takes half a second."""
+    """Parse little of the file. Opening it takes 0.05 s of one core. Parsing the whole file takes half a second."""
     path = tmp_path / "rollouts.jsonl"
     head = '{"kind": "group", "step": %d, "purpose": "train", "task": "e0-r%d", '
     rest = json.dumps(make_group("x", [0.0, 1.0] * 4, "four letters " * 170))[len('{"task": "x", ') :]

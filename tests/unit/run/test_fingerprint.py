@@ -133,7 +133,7 @@ def test_no_value_that_may_be_secret_is_kept(home: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_have_a_digest_that_each_of_them_changes() -> None:
-    prompts = [Task("r0", [1, 2], "", "3"), Task("r1", [4], "", None)]
+    prompts = [Task("r0", [1, 2], text="", answer="3"), Task("r1", [4], text="", answer=None)]
     digest = digest_rows(prompts)
     assert digest_rows(list(prompts)) == digest
     other_rows = [prompts[::-1], prompts[:1], [replace(prompts[0], answer="4"), prompts[1]]]
