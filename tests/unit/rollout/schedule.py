@@ -281,7 +281,7 @@ class Schedule(DrawnRun):
     def draw_refit_fault(self) -> str:
         return self.random.choice(["torn", "untouched"]) if self.random.random() < self.trouble else ""
 
-    # What the buffer calls.
+    # Functions that the buffer calls.
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         return [replace(group, rollouts=[add_score(rollout) for rollout in group.rollouts]) for group in groups]
