@@ -19,30 +19,33 @@ class Page:
     """The one page of a browser. Chrome DevTools Protocol: JSON messages, each ended by a zero byte."""
 
     def __init__(self, read: int, write: int) -> None:
-        self._read, self._write, self._buffer, self._id = read, write, b"", 0
+        self._read = read
+        self._write = write
+        self._buffer = b""
+        self._last_id = 0
         self._session: str | None = None
         # The page's requests, and its complaints.
         self.requests: list[str] = []
         self.errors: list[str] = []
         targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(each["targetId"] for each in targets if each["type"] == "page")
+        target = next(target["targetId"] for target in targets if target["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
         """Return the result of a command; messages of the page meanwhile are kept."""
-        self._id += 1
-        message = {"id": self._id, "method": method, "params": parameters}
-        os.write(
-            self._write, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
-        )
+        self._last_id += 1
+        command = {"id": self._last_id, "method": method, "params": parameters}
+        if self._session:
+            command["sessionId"] = self._session
+        os.write(self._write, json.dumps(command).encode() + b"\0")
         while True:
-            answer = self._next()
-            if answer.get("id") == self._id:
-                assert "error" not in answer, f"{method}: {answer['error']}"
-                return answer["result"]
-            self._take(answer)
+            message = self._read_message()
+            if message.get("id") == self._last_id:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return message["result"]
+            self._note_event(message)
 
     def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
         """Open a file in a window of this size, and wait until its script says that all is drawn."""
@@ -57,40 +60,42 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        evaluation = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in evaluation, evaluation["exceptionDetails"]
+        return evaluation["result"].get("value")
 
     def move_to(self, x: float, y: float) -> None:
         """Move the pointer."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write a PNG of the window, or of the whole page."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(taken["data"]))
+    def screenshot(self, path: Path, is_full_page: bool = False) -> None:
+        """Write a PNG of the window, or of the full page."""
+        image = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=is_full_page)
+        path.write_bytes(base64.b64decode(image["data"]))
 
-    def _next(self) -> dict[str, Any]:
+    def _read_message(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            data = os.read(self._read, 1 << 20)
-            assert data, "the browser has ended"
-            self._buffer += data
+            received = os.read(self._read, 1 << 20)
+            assert received, "the browser has ended"
+            self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
         return message
 
-    def _take(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+    def _note_event(self, message: dict[str, Any]) -> None:
+        """Keep a request or a complaint of the page."""
+        parameters = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(parameters["request"]["url"])
             case "Runtime.exceptionThrown":
-                details = told["exceptionDetails"]
+                details = parameters["exceptionDetails"]
                 self.errors.append(str(details.get("exception", {}).get("description") or details["text"]))
-            case "Runtime.consoleAPICalled" if told["type"] in ("error", "warning", "assert"):
-                self.errors.append(" ".join(str(each.get("value", each.get("description"))) for each in told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] in ("error", "warning"):
-                self.errors.append(told["entry"]["text"])
+            case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "warning", "assert"):
+                texts = [str(argument.get("value", argument.get("description"))) for argument in parameters["args"]]
+                self.errors.append(" ".join(texts))
+            case "Log.entryAdded" if parameters["entry"]["level"] in ("error", "warning"):
+                self.errors.append(parameters["entry"]["text"])
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from rlctl.refit.checksum import ChecksumTable, lay
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [n] of several tensors of one device, on it."""
-    totals = ChecksumTable(len(tensors), tensors[0].device if tensors else torch.device("cpu"))
+    """Return the checksums of several tensors of one device, int64 [n] on that device."""
+    table = ChecksumTable(len(tensors), tensors[0].device if tensors else torch.device("cpu"))
     for tensor in tensors:
-        totals.add(lay(tensor))
-    return totals.all()
+        table.add(lay(tensor))
+    return table.all()
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the checksum of one tensor; waits for its device."""
+    """Return the checksum of one tensor; wait for its device."""
     return int(checksums([tensor])[0])

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 # Names that do not say what they hold.
@@ -79,10 +80,10 @@ class Measure:
             return 10_000 * count / max(1, self.lines)
         return count
 
-    def examples(self, figure: str, most: int) -> list[str]:
+    def examples(self, figure: str, limit: int) -> list[str]:
         """Return the first places of a habit, each with its text."""
         places = [f"{place}: {text}" for habit, place, text in self.offenders if habit == figure]
-        return places[:most]
+        return places[:limit]
 
 
 def measure(files: Iterable[Path], root: Path) -> Measure:
@@ -179,9 +180,10 @@ def _walruses_in_heads(tree: ast.AST) -> Iterator[ast.NamedExpr]:
     for branch in ast.walk(tree):
         if not isinstance(branch, ast.If | ast.While):
             continue
-        used = {node.id for statement in branch.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        nodes_of_body = chain.from_iterable(map(ast.walk, branch.body))
+        names_of_body = {node.id for node in nodes_of_body if isinstance(node, ast.Name)}
         for node in _outside_of_scopes(branch.test):
-            if isinstance(node, ast.NamedExpr) and node.target.id in used:
+            if isinstance(node, ast.NamedExpr) and node.target.id in names_of_body:
                 yield node
 
 
@@ -219,15 +221,15 @@ def _is_condition(node: ast.expr) -> bool:
 
 def _dense_lines(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield one node of each line with three compact expressions or more."""
-    compact = Counter[int]()
-    last = dict[int, ast.AST]()
+    compact_by_line = Counter[int]()
+    last_by_line = dict[int, ast.AST]()
     for node in ast.walk(tree):
         if isinstance(node, _COMPACT) or (isinstance(node, ast.BoolOp) and len(node.values) > 2):
-            compact[_line(node)] += 1
-            last[_line(node)] = node
-    for line, number in compact.items():
+            compact_by_line[_line(node)] += 1
+            last_by_line[_line(node)] = node
+    for line, number in compact_by_line.items():
         if number >= _DENSE:
-            yield last[line]
+            yield last_by_line[line]
 
 
 if __name__ == "__main__":

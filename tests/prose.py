@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
 _RELATIVE = re.compile(r"\b(that|which|who|whose|whom|what)\b", re.IGNORECASE)
@@ -54,7 +55,7 @@ class Measure:
     sentences: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     # Figure -> (hits, place, sentence).
-    offenders: dict[str, list[tuple[int, str, str]]] = field(default_factory=lambda: {each: [] for each in FIGURES})
+    offenders: dict[str, list[tuple[int, str, str]]] = field(default_factory=lambda: {name: [] for name in FIGURES})
     # Passages that begin with a wrong word, each with its place.
     openings: list[str] = field(default_factory=list)
 
@@ -64,45 +65,48 @@ class Measure:
             return 100 * self.counts[figure] / max(1, self.sentences)
         return 10_000 * self.counts[figure] / max(1, self.words)
 
-    def worst(self, figure: str, most: int) -> list[str]:
+    def worst(self, figure: str, limit: int) -> list[str]:
         """Return the sentences with the most hits, each with its file and line."""
-        ranked = sorted(self.offenders[figure], key=lambda each: -each[0])[:most]
-        return [f"{place}: {sentence[:200]}" for _, place, sentence in ranked]
+        ranking = sorted(self.offenders[figure], key=itemgetter(0), reverse=True)
+        return [f"{place}: {sentence[:200]}" for _, place, sentence in ranking[:limit]]
 
 
 def measure(files: Iterable[Path], root: Path) -> Measure:
     """Return the figures of Python files and pages. root: the folder that their places are relative to."""
-    whole = Measure()
-    for each in (_measure_file(path, root) for path in files):
-        whole.words += each.words
-        whole.sentences += each.sentences
-        whole.counts += each.counts
-        whole.openings += each.openings
+    total = Measure()
+    for path in files:
+        figures_of_file = _measure_file(path, root)
+        total.words += figures_of_file.words
+        total.sentences += figures_of_file.sentences
+        total.counts += figures_of_file.counts
+        total.openings += figures_of_file.openings
         for figure in FIGURES:
-            whole.offenders[figure] += each.offenders[figure]
-    return whole
+            total.offenders[figure] += figures_of_file.offenders[figure]
+    return total
 
 
 @cache
 def _measure_file(path: Path, root: Path) -> Measure:
     """Return the figures of a file, which is in a folder and in the folders above it."""
-    found = Measure()
+    measured = Measure()
     for passage in passages(path):
         place = f"{passage.path.relative_to(root)}:{passage.line}"
-        found.words += len(passage.text.split())
+        measured.words += len(passage.text.split())
         if _OPENING.match(passage.text.strip()):
-            found.openings.append(f"{place}: {passage.text.strip()[:100]}")
+            measured.openings.append(f"{place}: {passage.text.strip()[:100]}")
         for habit, pattern in _HABITS.items():
-            found.counts[habit] += len(pattern.findall(passage.text))
+            measured.counts[habit] += len(pattern.findall(passage.text))
         for sentence in passage.sentences:
-            found.sentences += 1
+            measured.sentences += 1
             hits = {habit: len(pattern.findall(sentence)) for habit, pattern in _HABITS.items()}
-            relative = len(_RELATIVE.findall(sentence))
-            found.counts["relative"] += relative >= 2
-            hits["relative"] = relative if relative >= 2 else 0
-            for figure in (each for each in FIGURES if hits[each]):
-                found.offenders[figure].append((hits[figure], place, sentence))
-    return found
+            relative_words = len(_RELATIVE.findall(sentence))
+            if relative_words >= 2:
+                measured.counts["relative"] += 1
+                hits["relative"] = relative_words
+            for figure, number in hits.items():
+                if number:
+                    measured.offenders[figure].append((number, place, sentence))
+    return measured
 
 
 @cache
@@ -116,8 +120,8 @@ def _passages(path: Path, text: str) -> Iterator[Passage]:
         yield from _paragraphs(path, text)
         return
     for node in _scopes(ast.parse(text)):
-        if said := ast.get_docstring(node):
-            yield Passage(path, node.body[0].lineno, said)
+        if docstring := ast.get_docstring(node):
+            yield Passage(path, node.body[0].lineno, docstring)
     yield from _comments(path, text)
 
 
@@ -125,9 +129,9 @@ def _scopes(node: ast.AST) -> "Iterator[ast.Module | ast.ClassDef | ast.Function
     """Yield modules, classes and functions. Only statements have them inside, so that expressions are passed over."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node
-    for each in ast.iter_child_nodes(node):
-        if isinstance(each, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from _scopes(each)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _scopes(child)
 
 
 def _paragraphs(path: Path, text: str) -> Iterator[Passage]:
@@ -140,14 +144,16 @@ def _paragraphs(path: Path, text: str) -> Iterator[Passage]:
 
 def _comments(path: Path, text: str) -> Iterator[Passage]:
     """Yield comments; those on successive lines are one passage."""
-    begin, lines = 0, list[str]()
+    first_line = 0
+    lines = list[str]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or _NO_PROSE.match(token.string):
             continue
-        if lines and token.start[0] != begin + len(lines):
-            yield Passage(path, begin, " ".join(lines))
+        if lines and token.start[0] != first_line + len(lines):
+            yield Passage(path, first_line, " ".join(lines))
             lines = []
-        begin = begin if lines else token.start[0]
+        if not lines:
+            first_line = token.start[0]
         lines.append(token.string.lstrip("# "))
     if lines:
-        yield Passage(path, begin, " ".join(lines))
+        yield Passage(path, first_line, " ".join(lines))

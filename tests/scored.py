@@ -17,16 +17,20 @@ def columns(
     turns: Sequence[Sequence[int]] | None = None,
 ) -> ScoredRollouts:
     """Return the columns. turns: of each sampled token; one token of one turn a rollout, unless given."""
+    if right is None:
+        right = [False] * len(rewards)
+    if turns is None:
+        turns = [[0]] * len(rewards)
     return ScoredRollouts(
         group=np.asarray(groups, np.int64),
         reward=np.asarray(rewards, np.float64),
-        parts={name: np.asarray(each, np.float64) for name, each in (parts or {}).items()},
+        parts={name: np.asarray(part_rewards, np.float64) for name, part_rewards in (parts or {}).items()},
         weights=weights or {},
-        right=np.asarray(right if right is not None else [False] * len(rewards), np.bool_),
-        turns=[np.asarray(each, np.int64) for each in turns] if turns else [np.zeros(1, np.int64)] * len(rewards),
+        right=np.asarray(right, np.bool_),
+        turns=[np.asarray(turn_numbers, np.int64) for turn_numbers in turns],
     )
 
 
 def first_tokens(advantage: Advantage, rollouts: ScoredRollouts) -> NDArray[np.float32]:
     """Return the advantage of each rollout's first token, float32 [n]."""
-    return np.array([each[0] for each in token_advantages(advantage, rollouts)], np.float32)
+    return np.array([advantages[0] for advantages in token_advantages(advantage, rollouts)], np.float32)

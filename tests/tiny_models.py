@@ -15,7 +15,8 @@ OPTIONS: dict[Kind, dict[str, Any]] = {
     "qwen3_moe": {"tie_word_embeddings": False, "num_experts_per_tok": 2, "norm_topk_prob": True},
 }
 KINDS: tuple[Kind, ...] = tuple(OPTIONS)
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 ALPHABET = "0123456789+-*/=?:. \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
 
@@ -37,11 +38,11 @@ def make_model(
     scale: float = 4.0,
     more: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random float32 model and its character tokenizer; returns `folder`.
+    """Write a random float32 model and its character tokenizer; return `folder`.
 
     tied: lm_head shares the embedding; None: as OPTIONS has it. more: further keys of config.json. scale: factor on
-    the random weights, so
-    that log-probs are far from uniform and a wrong mask or position shows. Biases and norms are random too.
+    the random weights. It makes log-probs far from uniform, and a wrong mask or position shows. Biases and norms are
+    random too.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,7 +80,7 @@ def make_model(
 
 
 def make_tokenizer(folder: Path, vocab: int = 64) -> None:
-    """A character tokenizer: <pad> 0, <eos> 1, <unk> 2, then as much of ALPHABET as fits; a chat template.
+    """Write a character tokenizer: <pad> 0, <eos> 1, <unk> 2, then as much of ALPHABET as fits; and a chat template.
 
     Byte-level BPE without merges, since transformers rebuilds a qwen2 folder's tokenizer as exactly that.
     """
@@ -87,7 +88,7 @@ def make_tokenizer(folder: Path, vocab: int = 64) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = ["<pad>", "<eos>", "<unk>", *ALPHABET.replace(" ", "Ġ").replace("\n", "Ċ")][:vocab]
-    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    core = Tokenizer(models.BPE({word: token_id for token_id, word in enumerate(words)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}

@@ -27,22 +27,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self, now: Callable[[], float], draw: Random | None) -> None:
         super().__init__()
-        self._now, self._draw = now, draw
+        self._now = now
+        self._draw = draw
 
     def step(self) -> bool:
         """Run one callback that is ready; return True if there was one."""
-        while (moment := self.next_timer()) is not None and moment <= self._now():
+        moment = self.next_timer()
+        while moment is not None and moment <= self._now():
             self._ready.append(heapq.heappop(self._scheduled))
+            moment = self.next_timer()
         if not self._ready:
             return False
         if self._draw:
             self._ready.rotate(self._draw.randrange(len(self._ready)))
         handle = self._ready.popleft()
         if not handle.cancelled():
-            self.entered(handle._run)
+            self.call_inside(handle._run)
         return True
 
-    def entered(self, function: Callable[[], Value]) -> Value:
+    def call_inside(self, function: Callable[[], Value]) -> Value:
         """Call a function as a callback of this loop. Raises RuntimeError inside another one."""
         if asyncio._get_running_loop() is not None:
             raise RuntimeError(WAITS_FOR_ITSELF)
@@ -81,7 +84,9 @@ class VirtualEvents(EventLoop):
     loop: VirtualLoop
 
     def __init__(self, happen: Callable[[], None] | None = None, draw: Random | None = None) -> None:
-        self.time, self._happen, self._draw = 0.0, happen or self.go_on, draw
+        self.time = 0.0
+        self._happen = happen or self.go_on
+        self._draw = draw
         # Functions of `in_thread` that were not called yet, and futures of their values.
         self._jobs: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._adopt(VirtualLoop(lambda: self.time, draw))
@@ -94,7 +99,7 @@ class VirtualEvents(EventLoop):
         return stepped
 
     def ask(self, function: Callable[[], Value]) -> Value:
-        return self.loop.entered(function)
+        return self.loop.call_inside(function)
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
         """Run a coroutine and return its value; let anything happen while it waits. Raises RuntimeError."""
@@ -102,7 +107,8 @@ class VirtualEvents(EventLoop):
             raise refusal(work, WAITS_FOR_ITSELF)
         if self.loop.is_closed():
             raise refusal(work, CLOSED)
-        task, end = self.loop.create_task(work), self.time + deadline_s
+        task = self.loop.create_task(work)
+        end = self.time + deadline_s
         while not task.done():
             if self.time > end:
                 task.cancel()
@@ -133,7 +139,8 @@ class VirtualEvents(EventLoop):
         """Do the next job, or let time pass to the next timer. Raises RuntimeError if there is none: a defect."""
         if self.work():
             return
-        if (moment := self.loop.next_timer()) is None:
+        moment = self.loop.next_timer()
+        if moment is None:
             raise RuntimeError("nothing is under way: a wait would never end")
         self.time = max(self.time, moment)
 
@@ -143,7 +150,8 @@ class VirtualEvents(EventLoop):
         while True:
             while self.step() or self.work():
                 pass
-            if (moment := self.loop.next_timer()) is None or moment > end:
+            moment = self.loop.next_timer()
+            if moment is None or moment > end:
                 break
             self.time = max(self.time, moment)
         self.time = end

@@ -7,9 +7,11 @@ from collections.abc import Callable
 PATIENCE_S = 300.0
 
 
-def until(seen: Callable[[], object], what: Callable[[], object] | str = "it", within_s: float = PATIENCE_S) -> None:
-    """Wait until `seen()`. what: the text of a failure, or a function of it, called only then."""
+def until(
+    is_true: Callable[[], object], message: Callable[[], object] | str = "it", within_s: float = PATIENCE_S
+) -> None:
+    """Wait until `is_true()`. message: the text of a failure, or a function that returns the text."""
     end = time.monotonic() + within_s
-    while not seen():
-        assert time.monotonic() < end, f"not within {within_s:g} s: {what() if callable(what) else what}"
+    while not is_true():
+        assert time.monotonic() < end, f"not within {within_s:g} s: {message() if callable(message) else message}"
         time.sleep(0.02)

@@ -12,13 +12,16 @@ from typing import Any
 
 from tests.tiny_models import EOS, PAD, make_tokenizer
 
-VOCAB, LAYERS, WINDOW = 64, 4, 8
+VOCAB = 64
+LAYERS = 4
+WINDOW = 8
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256,
     "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 _HALF = [SLIDING, FULL] * (LAYERS // 2)
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": _HALF}
 _TIED = {"tie_word_embeddings": True}

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from rlctl.config.errors import ConfigError
 from rlctl.evaluation.evaluation_configs import checked_run
@@ -73,78 +74,86 @@ def findings(folder: Path, scratch: Path, engine: bool = True) -> Iterator[Findi
 
 def prove(name: str, home: Path) -> Proofs:
     """Make and prove a family. home: an empty folder."""
-    folder, proofs = make_family(home / name, name), Proofs()
+    folder = make_family(home / name, name)
+    proofs = Proofs()
     try:
-        for found in findings(folder, home / "check"):
-            subject = found.subject.removeprefix("packed = ").removeprefix("padded = ")
-            proofs.figures |= {f"{subject}/{key}": value for key, value in found.figures.items()}
+        for finding in findings(folder, home / "check"):
+            subject = finding.subject.removeprefix("packed = ").removeprefix("padded = ")
+            proofs.figures |= {f"{subject}/{key}": figure for key, figure in finding.figures.items()}
             if subject == "served = sent":
-                proofs.served = found.holds and proofs.served is not False
+                proofs.served = finding.holds and proofs.served is not False
             if subject == "export":
-                proofs.exported = found.holds
-            if found.holds is False:
-                proofs.refused = proofs.refused or found.text
+                proofs.exported = finding.holds
+            if finding.holds is False:
+                proofs.refused = proofs.refused or finding.text
     except (ConfigError, RuntimeError, ValueError) as error:
         proofs.refused = str(error).strip().splitlines()[-1]
     facts = load_facts(folder)
-    rows = ["one sequence a row"] if facts.sizes.one_sequence_a_row else []
-    proofs.facts = [*rows, *unusual_parts(facts.kinds, facts.sizes.experts)]
-    proofs.facts += [f"{len(facts.buffers)} buffers"] * bool(facts.buffers) + ["ties"] * facts.sizes.tied
-    with open_trainer(folder, home) as one:
-        one.save(home / "state")
-        made = []
+    if facts.sizes.one_sequence_a_row:
+        proofs.facts.append("one sequence a row")
+    proofs.facts += unusual_parts(facts.kinds, facts.sizes.experts)
+    if facts.buffers:
+        proofs.facts.append(f"{len(facts.buffers)} buffers")
+    if facts.sizes.tied:
+        proofs.facts.append("ties")
+    norms: list[float] = []
+    weights_after: list[dict[str, Tensor]] = []
+    with open_trainer(folder, home) as trainer:
+        trainer.save(home / "state")
         for _ in range(2):
-            one.load(home / "state")
-            made.append((one.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"], weights(one)))
-    (norm, first), (again, second) = made
-    proofs.resumed = norm == again and all(torch.equal(first[key], second[key]) for key in first)
-    proofs.figures["grad_norm"] = norm
+            trainer.load(home / "state")
+            norms.append(trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"])
+            weights_after.append(weights(trainer))
+    first, second = weights_after
+    proofs.resumed = norms[0] == norms[1] and all(torch.equal(first[key], second[key]) for key in first)
+    proofs.figures["grad_norm"] = norms[0]
     return proofs
 
 
-def one_of_two(rank: int, home: Path, names: Sequence[str]) -> None:
+def train_as_rank(rank: int, home: Path, names: Sequence[str]) -> None:
     """Be one of two ranks: write this rank's boxes and the norm of an update, for each family."""
     for name in names:
         (home / f"{name}-group").mkdir(exist_ok=True)
-        with open_trainer(home / name / name, home / f"{name}-group", rank, 2) as one:
-            shards = [(each, each.tensor.clone()) for each in one.shards()]
-            norm = one.train(share(DATA, 24, rank, 2), WeightedLoss(), totals(DATA))["train/grad_norm"]
-            torch.save((one.layout(), shards, norm), home / f"{name}-{rank}.pt")
+        with open_trainer(home / name / name, home / f"{name}-group", rank, 2) as trainer:
+            shards = [(shard, shard.tensor.clone()) for shard in trainer.shards()]
+            norm = trainer.train(share(DATA, 24, rank, 2), WeightedLoss(), totals(DATA))["train/grad_norm"]
+            torch.save((trainer.layout(), shards, norm), home / f"{name}-{rank}.pt")
 
 
-def holds_on_two_ranks(name: str, home: Path, norm: float) -> bool:
+def holds_on_two_ranks(name: str, home: Path, expected_norm: float) -> bool:
     """Return True if two ranks hold every tensor once, as it is on disk, and their update has one rank's gradient."""
     source = WeightFiles(home / name / name)
-    (layout, first, one), (_, second, other) = (
-        torch.load(home / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)
-    )
-    RefitPlan.build(layout, [[shard.box for shard, _ in own] for own in (first, second)])
-    for shard, tensor in (*first, *second):
+    layout, first_shards, first_norm = torch.load(home / f"{name}-0.pt", weights_only=False)
+    _, second_shards, second_norm = torch.load(home / f"{name}-1.pt", weights_only=False)
+    RefitPlan.build(layout, [[shard.box for shard, _ in shards] for shards in (first_shards, second_shards)])
+    for shard, tensor in (*first_shards, *second_shards):
         place = tuple(slice(begin, begin + size) for begin, size in zip(shard.start, tensor.shape))
         if not torch.equal(source.tensor(shard.name)[place].to(tensor.dtype), tensor):
             return False
-    return one == other and abs(one - norm) <= 1e-4 * norm
+    return first_norm == second_norm and abs(first_norm - expected_norm) <= 1e-4 * expected_norm
 
 
 def run(results: Path, names: Sequence[str]) -> None:
     """Prove families; write a file for each."""
     results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlctl-zoo-") as scratch:
-        home, proved = Path(scratch), dict[str, Proofs]()
+        home = Path(scratch)
+        proofs_by_family: dict[str, Proofs] = {}
         for name in names:
             begin = time.monotonic()
             (home / name).mkdir()
-            kept = results / f"{name}.json"
-            if kept.is_file():
+            file = results / f"{name}.json"
+            if file.is_file():
                 make_family(home / name / name, name)
-                proved[name] = Proofs(**json.loads(kept.read_text()))
+                proofs_by_family[name] = Proofs(**json.loads(file.read_text()))
                 continue
-            proved[name] = prove(name, home / name)
-            (results / f"{name}.json").write_text(json.dumps(asdict(proved[name])))
-            print(f"{name}: {proved[name].refused or 'proven'}, {time.monotonic() - begin:.0f} s", flush=True)
+            proofs = prove(name, home / name)
+            proofs_by_family[name] = proofs
+            file.write_text(json.dumps(asdict(proofs)))
+            print(f"{name}: {proofs.refused or 'proven'}, {time.monotonic() - begin:.0f} s", flush=True)
         # Boxes of both ranks are compared here, where no process group is.
-        mp.spawn(one_of_two, (home, names), nprocs=2)
-        for name, proofs in proved.items():
+        mp.spawn(train_as_rank, (home, names), nprocs=2)
+        for name, proofs in proofs_by_family.items():
             proofs.two_ranks = holds_on_two_ranks(name, home, proofs.figures["grad_norm"])
             (results / f"{name}.json").write_text(json.dumps(asdict(proofs)))
             print(f"{name} on two ranks: {proofs.two_ranks}", flush=True)
@@ -153,16 +162,19 @@ def run(results: Path, names: Sequence[str]) -> None:
 def line_of(name: str, proofs: Proofs) -> str:
     """Return a row of the table."""
 
-    def figure(key: str) -> str:
-        value = proofs.figures.get(key)
-        return "" if value is None else f"{value:.6f}" if key.endswith("error") else f"{value:.1e}"
+    def text_of_figure(key: str) -> str:
+        figure = proofs.figures.get(key)
+        if figure is None:
+            return ""
+        return f"{figure:.6f}" if key.endswith("error") else f"{figure:.1e}"
 
-    said = {None: "", True: "yes", False: "NO"}
-    figures = [figure(f"{subject}/{key}") for _, subject, key in _PROOFS]
-    proven = [said[each] for each in (proofs.served, proofs.exported, proofs.two_ranks, proofs.resumed)]
-    why = re.sub(r"^/\S+ is an? (\S+) model; on a CPU vLLM \S+ fails: ", "the engine: ", proofs.refused)
-    why = re.sub(r"/\S*/", "", why.removesuffix("; use a GPU, where the probe judges"))
-    return f"| {' | '.join((name, ', '.join(proofs.facts), *figures, *proven, why or 'trains'))} |"
+    words = {None: "", True: "yes", False: "NO"}
+    figures = [text_of_figure(f"{subject}/{key}") for _, subject, key in _PROOFS]
+    verdicts = [words[holds] for holds in (proofs.served, proofs.exported, proofs.two_ranks, proofs.resumed)]
+    refusal = re.sub(r"^/\S+ is an? (\S+) model; on a CPU vLLM \S+ fails: ", "the engine: ", proofs.refused)
+    refusal = re.sub(r"/\S*/", "", refusal.removesuffix("; use a GPU, where the probe judges"))
+    cells = [name, ", ".join(proofs.facts), *figures, *verdicts, refusal or "trains"]
+    return f"| {' | '.join(cells)} |"
 
 
 def table(results: Path) -> str:
@@ -170,7 +182,7 @@ def table(results: Path) -> str:
     heads = [
         "family",
         "derived",
-        *(head for head, *_ in _PROOFS),
+        *[heading for heading, _, _ in _PROOFS],
         "refit and back",
         "export",
         "two ranks",
@@ -178,8 +190,8 @@ def table(results: Path) -> str:
         "result",
     ]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    made = {name: results / f"{name}.json" for name in FAMILIES}
-    for name, file in made.items():
+    files = {name: results / f"{name}.json" for name in FAMILIES}
+    for name, file in files.items():
         if file.is_file():
             lines.append(line_of(name, Proofs(**json.loads(file.read_text()))))
         else:
@@ -187,8 +199,8 @@ def table(results: Path) -> str:
             lines.append(line_of(name, Proofs(refused=f"not in this run; expected: {expected}")))
     versions = ", ".join(f"{package} {version(package)}" for package in _PACKAGES)
     today = f"{datetime.now(UTC):%d %B %Y}".lstrip("0")
-    count = sum(file.is_file() for file in made.values())
-    return _PAGE.format(today=today, versions=versions, count=count, all=len(made)) + "\n".join(lines) + "\n"
+    count = sum(file.is_file() for file in files.values())
+    return _PAGE.format(today=today, versions=versions, count=count, all=len(files)) + "\n".join(lines) + "\n"
 
 
 _PAGE = """# Families

@@ -1,6 +1,5 @@
 """The FSDP trainer on a GPU, in bfloat16: code that is fused or compiled there alone trains as without."""
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from tests.compiled import new_graphs
-from tests.system.training.scenario import WeightedLoss, open_trainer, sequences, share, totals
+from tests.system.training.scenario import WeightedLoss, open_trainer, rows_of, sequences, share, totals
 from tests.tiny_models import Kind, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -20,7 +19,7 @@ LOSS = WeightedLoss()
 def train(model: Path, folder: Path, **options: Any) -> tuple[np.ndarray, list[dict[str, float]]]:
     """Return log-probs before, and the metrics of three updates. Their packs have different shapes."""
     with open_trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as trainer:
-        log_probs = np.concatenate(list(chain.from_iterable(trainer.log_probs(share(DATA, 64)))))
+        log_probs = np.concatenate(rows_of(trainer.log_probs(share(DATA, 64))))
         metrics = [trainer.train(share(DATA, max_tokens), LOSS, totals(DATA)) for max_tokens in (30, 64, 100)]
         return log_probs, metrics
 

@@ -1,7 +1,6 @@
 """Adapters on a GPU: frozen bfloat16 weights and float32 adapters in one FSDP2 group, compiled and recomputed."""
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.system.training.scenario import WeightedLoss, adapters_of, open_trainer, sequences, share, totals, weights
+from tests.system.training.scenario import (
+    WeightedLoss,
+    adapters_of,
+    open_trainer,
+    rows_of,
+    sequences,
+    share,
+    totals,
+    weights,
+)
 from tests.tiny_models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,7 +35,7 @@ class Training:
 
 
 def log_probs(trainer: Any, role: str = "policy") -> np.ndarray:
-    return np.concatenate(list(chain.from_iterable(trainer.log_probs(share(DATA, 64), role))))
+    return np.concatenate(rows_of(trainer.log_probs(share(DATA, 64), role)))
 
 
 def train(model: Path, folder: Path, **options: Any) -> Training:

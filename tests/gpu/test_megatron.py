@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,16 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tests.system.training.scenario import MEGATRON, WeightedLoss, assert_close, open_trainer, sequences, share, totals
+from tests.system.training.scenario import (
+    MEGATRON,
+    WeightedLoss,
+    assert_close,
+    open_trainer,
+    rows_of,
+    sequences,
+    share,
+    totals,
+)
 from tests.system.training.scenario import weights as exported
 from tests.system.training.test_megatron import COMPILED, STEPS, copy_to_host, load_results, train_on_two_ranks
 from tests.system.training.test_megatron import DATA as SHARED
@@ -74,7 +82,7 @@ def test_bfloat16_trains_as_fsdp_does(kind: Kind, models: Path, tmp_path: Path) 
     metrics: dict[str, list[dict[str, float]]] = {}
     for backend in ("fsdp", "megatron"):
         with open_trainer(models / kind, tmp_path, device=DEVICE, backend=backend, dtype="bfloat16") as trainer:
-            log_probs[backend] = np.concatenate(list(chain.from_iterable(trainer.log_probs(share(DATA, 64)))))
+            log_probs[backend] = np.concatenate(rows_of(trainer.log_probs(share(DATA, 64))))
             metrics[backend] = [trainer.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(3)]
     gap = np.abs(log_probs["fsdp"] - log_probs["megatron"])
     assert np.quantile(gap, 0.97) < 0.15
