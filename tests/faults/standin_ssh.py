@@ -67,10 +67,10 @@ class StandInClusters(Clusters):
 
     def leftovers(self) -> list[object]:
         """Return the processes, files of nodes and states that are still there."""
-        processes = processes_of([str(self.root)])
-        files = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
-        states = [file for file in files if file.name != "logs"]
-        return [*processes, *self.root.iterdir(), *states]
+        leftovers: list[object] = [*processes_of([str(self.root)]), *self.root.iterdir()]
+        states = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
+        leftovers += [state for state in states if state.name != "logs"]
+        return leftovers
 
     def clean(self) -> None:
         super().clean()

@@ -84,8 +84,8 @@ def check_groups(run: Run, age: int) -> int:
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_agents_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
-    settings = (*SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
-    run = Run(tmp_path, "hurt-agents", *settings)
+    settings = SETTINGS + ASYNCHRONOUS
+    run = Run(tmp_path, "hurt-agents", *settings, *data(tmp_path))
     run = hurt(run, lambda: Run(tmp_path, "hurt-agents", resume=True), STEPS, AGENT_BLOWS)
     assert run.end() == 0, run.text()
     steps = run.steps()

@@ -96,8 +96,8 @@ def check_groups(run: Run, age: int) -> int:
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    settings = (*SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
-    run = Run(tmp_path, "hurt-episodes", *settings)
+    settings = SETTINGS + ASYNCHRONOUS
+    run = Run(tmp_path, "hurt-episodes", *settings, *data(tmp_path))
     run = hurt(run, lambda: Run(tmp_path, "hurt-episodes", resume=True), STEPS)
     assert run.end() == 0, run.text()
     steps = run.steps()

@@ -25,8 +25,8 @@ class Hurt:
     def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
         self.clusters = clusters
         self.path = clusters.home / "runs" / name
-        command = ("grpo", "--cluster", "local", f"run.name={name}", *TINY, *ENDLESS, *settings)
-        self.process = clusters.popen(*command, group="train")
+        command = ("grpo", "--cluster", "local", f"run.name={name}", *TINY, *ENDLESS)
+        self.process = clusters.popen(*command, *settings, group="train")
 
     def events(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
         events = read(self.path / "events.jsonl")

@@ -54,7 +54,7 @@ def is_unharmed(checkpoint: Path) -> bool:
 def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_update(tmp_path: Path) -> None:
     good_prompts = [f"{digit}+1=" for digit in range(8)]
     bad_prompts = [f"{digit}?1=" for digit in range(8)]
-    prompts = [*good_prompts, *good_prompts[:7], "1?2=", *bad_prompts]
+    prompts = good_prompts + good_prompts[:7] + ["1?2="] + bad_prompts
     data = write_data_set(tmp_path / "data.jsonl", *prompts)
     # Something to learn from.
     reward = tmp_path / "odd.py"

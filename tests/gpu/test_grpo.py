@@ -39,7 +39,8 @@ def train(recipe: str, folder: Path, model: Path, *settings: str) -> list[dict[s
     for part in ("train", "validation"):
         columns += [f"data.{part}.prompt_key=prompt", f"data.{part}.split=train"]
     command = [sys.executable, "-m", "rlctl.cli.main", "train", "grpo", str(REPO / "recipes" / recipe)]
-    command += [*overrides(model), *columns, *short, f"run.dir={folder}", "run.name=run", *settings]
+    command += [f"run.dir={folder}", "run.name=run", *overrides(model)]
+    command += columns + short + list(settings)
     run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

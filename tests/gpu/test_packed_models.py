@@ -99,7 +99,7 @@ def test_a_pack_equals_its_sequences_alone(family: str) -> None:
     half_packed = run(half_model, [LENGTHS])
     gaps = relative_gaps(packed, expected)
     half_gaps = [*relative_gaps(half_packed, half_expected), *relative_gaps(half_packed, expected)]
-    print(f"{family}: " + " ".join(f"{gap:.1e}" for gap in (*gaps, *half_gaps)))
+    print(f"{family}: " + " ".join(f"{gap:.1e}" for gap in gaps + half_gaps))
     # TF32 is off by default: float32 rounds in another order alone.
     assert gaps[0] < 1e-4 and gaps[1] < 1e-3
     # Routers of experts may choose another expert on a near tie.
