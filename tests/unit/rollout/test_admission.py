@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +23,11 @@ from rlctl.rollout.policy import Policy
 from rlctl.rollout.runner import SLICE, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart, Sampling
 from rlctl.utils.event_loop import EventLoop
-from tests.unit.rollout.test_event_cost import AnsweringPool
+from tests.unit.rollout.test_event_cost import AnsweringPool, say_nothing
 from tests.waiting import until
 
-GROUP, PROMPTS = 8, 512
+GROUP = 8
+PROMPTS = 512
 # CPU seconds in which the loop goes round; it takes 0.003 to 0.01 with slices, and 0.1 to 0.2 without.
 BOUND_S = 0.05
 ANSWER = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
@@ -34,11 +36,12 @@ ANSWER = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, 
 class EngineWorker:
     """An engine's worker that takes requests. answers: it answers each one a little later."""
 
-    name, answers = "engine-0", False
+    name = "engine-0"
+    answers = False
 
     def __init__(self) -> None:
         self.requests = list[TurnRequest]()
-        self._answered = 0
+        self._num_answered = 0
 
     async def call(self, deadline_s: float, method: Any, *arguments: Any) -> Any:
         if method is Engine.submit:
@@ -47,18 +50,19 @@ class EngineWorker:
         await asyncio.sleep(0.05)
         if not self.answers:
             return FinishedTurns([], PackedCompletions.pack([]), EngineStats())
-        ended, self._answered = self.requests[self._answered :], len(self.requests)
+        ended = self.requests[self._num_answered :]
+        self._num_answered = len(self.requests)
         columns = PackedCompletions.pack([ANSWER] * len(ended))
-        return FinishedTurns([request.id for request in ended], columns, EngineStats(tokens=self._answered))
+        return FinishedTurns([request.id for request in ended], columns, EngineStats(tokens=self._num_answered))
 
 
-class Counting(SingleTurnPlayer):
-    """A player that counts the rollouts that began."""
+class CountingPlayer(SingleTurnPlayer):
+    """A player with a count of its rollouts."""
 
-    begun = 0
+    num_begun = 0
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
-        self.begun += 1
+        self.num_begun += 1
         return await super().play(start, policy)
 
 
@@ -68,44 +72,54 @@ class Stage:
     def __init__(self) -> None:
         sizes = [f"grpo.num_prompts_per_step={PROMPTS}", f"grpo.num_generations_per_prompt={GROUP}"]
         config = load("grpo", None, sizes).settled.config
-        emit = lambda kind, **fields: None  # noqa: E731
-        self.events, self.worker, self.player = EventLoop("rollouts"), EngineWorker(), Counting()
+        self.events = EventLoop("rollouts")
+        self.worker = EngineWorker()
+        self.player = CountingPlayer()
         pool = AnsweringPool(cast(Any, [self.worker]), 2 * GROUP * PROMPTS)
-        self.dispatcher = RolloutDispatcher(cast(Any, pool), config.run, emit, self.events)
+        self.dispatcher = RolloutDispatcher(cast(Any, pool), config.run, say_nothing, self.events)
         self.runner = RolloutRunner(self.player, self.dispatcher)
         source = TaskSource([Task("r0", [1, 2], "", None)], Cursor(1, 0, False))
-        self.buffer = RolloutBuffer(config, source, self.dispatcher, self.runner, list, emit)
+        self.buffer = RolloutBuffer(config, source, self.dispatcher, self.runner, list, say_nothing)
         # Rollouts that began, and CPU seconds, in each round.
         self.rounds = list[tuple[int, float]]()
-        self.events.ask(lambda: self.events.spawn(self._look()))
+        self.events.ask(lambda: self.events.spawn(self._note_rounds()))
 
-    async def _look(self) -> None:
+    async def _note_rounds(self) -> None:
         while True:
-            begun, began = self.player.begun, time.thread_time()
+            begun_before = self.player.num_begun
+            time_before = time.thread_time()
             await asyncio.sleep(0)
-            self.rounds.append((self.player.begun - begun, time.thread_time() - began))
+            self.rounds.append((self.player.num_begun - begun_before, time.thread_time() - time_before))
 
     def settle(self, rollouts: int) -> None:
         """Wait until the engine has this number of rollouts."""
         until(lambda: len(self.worker.requests) >= rollouts)
 
+    def count_most_begun(self) -> int:
+        """Return the largest number of rollouts that began in one round."""
+        return max(num_begun for num_begun, _ in self.rounds)
+
     def was_never_held_up(self) -> bool:
-        return max(begun for begun, _ in self.rounds) <= SLICE and max(taken for _, taken in self.rounds) < BOUND_S
+        return self.count_most_begun() <= SLICE and max(seconds for _, seconds in self.rounds) < BOUND_S
 
 
 @pytest.fixture
 def stages() -> Iterator[Callable[[], Stage]]:
-    """Make stages without Python's collections of garbage, whose time is that of all objects of the test process."""
-    made = list[Stage]()
+    """Return a function that makes stages.
+
+    Python collects no garbage meanwhile: that takes time for all objects of the test process.
+    """
+    stages_made = list[Stage]()
 
     def make() -> Stage:
-        made.append(Stage())
-        return made[-1]
+        stage = Stage()
+        stages_made.append(stage)
+        return stage
 
     gc.disable()
     yield make
     gc.enable()
-    for stage in made:
+    for stage in stages_made:
         stage.events.close()
 
 
@@ -115,8 +129,8 @@ def test_a_step_of_4096_rollouts_begins_in_slices_and_whole_groups(stages: Calla
     stage.settle(GROUP * PROMPTS)
     assert stage.was_never_held_up()
     ids = [request.id.rollout for request in stage.worker.requests]
-    assert [(each.group, each.index) for each in ids] == [(n, i) for n in range(PROMPTS) for i in range(GROUP)]
-    # Nothing else is wanted.
+    assert [(rollout_id.group, rollout_id.index) for rollout_id in ids] == list(product(range(PROMPTS), range(GROUP)))
+    # Nothing else is admitted.
     assert stage.buffer.occupancy() == {0: PROMPTS}
 
 
@@ -136,6 +150,6 @@ def test_a_validation_begins_its_groups_in_slices(stages: Callable[[], Stage]) -
     stage = stages()
     tasks = [Task(f"v{number}", [1, 2], "", None) for number in range(PROMPTS)]
     stage.worker.answers = True
-    found = stage.dispatcher.sample(stage.runner, Sampling("validation", 0, PROMPTS, GROUP, 4, 1.0), tasks, 0)
-    assert [len(group.rollouts) for group in found] == [GROUP] * PROMPTS
-    assert max(begun for begun, _ in stage.rounds) <= SLICE
+    groups = stage.dispatcher.sample(stage.runner, Sampling("validation", 0, PROMPTS, GROUP, 4, 1.0), tasks, 0)
+    assert [len(group.rollouts) for group in groups] == [GROUP] * PROMPTS
+    assert stage.count_most_begun() <= SLICE

@@ -17,6 +17,7 @@ from rlctl.data.chat import Chat, ChatSpec
 from rlctl.data.tasks import Task
 from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
+from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.metrics import environment_metrics
 from rlctl.rollout.players.agent import AgentPlayer, agent_notes, most_agents
 from rlctl.rollout.players.episode_state import EpisodeLimits
@@ -194,23 +195,23 @@ def pools(tmp_path_factory: Any, tokenizer: Any) -> Iterator[dict[bool, Environm
     (folder / "command.py").write_text(COMMAND)
     tokenizer.save_pretrained(folder / "tokenizer")
     with ExitStack() as stack:
-        made = {}
+        pool_by_kind = {}
         (folder / "wrap.py").write_text(WRAP)
         python = shlex.quote(sys.executable)
         wrapped = tuple(command_of(f"{python} {folder}/command.py", f"{python} {folder}/wrap.py"))
         for name, words in ((f"{folder / 'agents.py'}:run", ()), ("command", wrapped)):
             spec = EnvironmentSpec(name, 20.0, agent=AgentSpec(words))
-            pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, emit=_tell))
+            pool = stack.enter_context(EnvironmentPool({"agent": spec}, 2048, 1, emit=_note_message))
             pool.give_chat(ChatSpec(str(folder / "tokenizer"), TEMPLATE, None, None, "text"), "hermes")
-            made[bool(words)] = pool
-        yield made
+            pool_by_kind[bool(words)] = pool
+        yield pool_by_kind
 
 
-TOLD = list[str]()
+MESSAGES = list[str]()
 
 
-def _tell(kind: str, what: str, **rest: Any) -> None:
-    TOLD.append(what)
+def _note_message(kind: str, **fields: Any) -> None:
+    MESSAGES.append(fields["what"])
 
 
 Play = Callable[..., tuple[list[Rollout], ScriptedEngines]]
@@ -220,27 +221,33 @@ Play = Callable[..., tuple[list[Rollout], ScriptedEngines]]
 def play(pools: dict[bool, EnvironmentPool], tokenizer: Any) -> Play:
     """Return a function that plays rollouts of an agent of `AGENTS` in its process, with scripted engines."""
 
-    def played(
+    def play_agent(
         agent: str,
         says: Any = lambda request: f"7{END}",
         count: int = 1,
         must_value: bool = True,
         command: bool = False,
-        most: int | None = None,
+        max_agents: int | None = None,
         x: Any = 1,
         arguments: Any = None,
         **limits: Any,
     ) -> tuple[list[Rollout], ScriptedEngines]:
-        pool, chat = pools[command], Chat(tokenizer, TEMPLATE, None)
+        pool = pools[command]
+        chat = Chat(tokenizer, TEMPLATE, None)
         engines = ScriptedEngines(chat, says, events=pool.events)
-        own: EpisodeLimits = replace(LIMITS, **limits)
-        runner = RolloutRunner(AgentPlayer(pool, chat, own, must_value, 1000, most), engines)
+        agent_limits: EpisodeLimits = replace(LIMITS, **limits)
+        runner = RolloutRunner(AgentPlayer(pool, chat, agent_limits, must_value, 1000, max_agents), engines)
         task = Task("r0", [], "play", None, {"x": x, "agent": agent, "chat_template_kwargs": arguments})
         ended = begin(runner, *(replace(start(index), task=task) for index in range(count)))
-        until(lambda: (runner.check(), len(ended) == count)[1])
+
+        def has_ended() -> bool:
+            runner.check()
+            return len(ended) == count
+
+        until(has_ended)
         return ended, engines
 
-    return played
+    return play_agent
 
 
 def episode_of(rollout: Rollout) -> PlayedEpisode:
@@ -255,12 +262,15 @@ def test_an_append_only_agent_trains_one_row_of_what_was_sampled(play: Play, age
         (row,) = rollout.rows
         episode = episode_of(rollout)
         assert (episode.reward, episode.turns, episode.ending) == ({"x": 1, "turns": 3}, 3, "done")
-        assert [each["role"] for each in episode.messages] == ["user", "assistant"] * 3 and episode.opening == 1
-        asked = [(request, tokens) for request, tokens in engines.answered if request.id.rollout == rollout.id]
-        assert [request.id.turn for request, _ in asked] == [0, 1, 2]
-        last, tokens = asked[-1]
-        assert row.tokens.tolist() == [*last.prompt_tokens, *tokens]
-        assert row.tokens[row.sampled].tolist() == [token for _, said in asked for token in said]
+        assert [message["role"] for message in episode.messages] == ["user", "assistant"] * 3 and episode.opening == 1
+        answered = [(request, tokens) for request, tokens in engines.answered if request.id.rollout == rollout.id]
+        assert [request.id.turn for request, _ in answered] == [0, 1, 2]
+        last_request, last_tokens = answered[-1]
+        assert row.tokens.tolist() == [*last_request.prompt_tokens, *last_tokens]
+        sampled: list[int] = []
+        for _, tokens in answered:
+            sampled += tokens
+        assert row.tokens[row.sampled].tolist() == sampled
 
 
 def test_instructions_that_the_template_leaves_out_are_counted_and_a_rows_arguments_are_taken(play: Play) -> None:
@@ -268,23 +278,31 @@ def test_instructions_that_the_template_leaves_out_are_counted_and_a_rows_argume
     assert episode_of(rollout).unwritten == 1 and episode_of(rollout).counts == {}
     ((request, _),) = engines.answered
     assert engines.chat.decode(request.prompt_tokens).endswith("assistant\nof the row")
-    assert any("environment agent's messages: the chat template leaves some out" in line for line in TOLD)
+    assert any("environment agent's messages: the chat template leaves some out" in line for line in MESSAGES)
 
 
 def test_the_longest_wait_for_a_turn_is_known_whichever_turn_it_was(play: Play) -> None:
-    (slow,), _ = play("three_turns", lambda request: (time.sleep(0.1 * (request.id.turn == 1)), f"7{END}")[1])
-    found = environment_metrics([RolloutGroup(Task("r0", [], "", None), [slow])])
-    assert found["agent/longest_turn"] == episode_of(slow).longest_turn_s >= 0.1
+    def answer_second_turn_late(request: TurnRequest) -> str:
+        if request.id.turn == 1:
+            time.sleep(0.1)
+        return f"7{END}"
+
+    (slow,), _ = play("three_turns", answer_second_turn_late)
+    metrics = environment_metrics([RolloutGroup(Task("r0", [], "", None), [slow])])
+    assert metrics["agent/longest_turn"] == episode_of(slow).longest_turn_s >= 0.1
 
 
 def test_a_rewritten_history_trains_each_token_once_and_is_told(play: Play) -> None:
     rollouts, engines = play("rewriting", count=8)
-    assert [len(each.rows) for each in rollouts] == [3] * 8
-    trained = [row.tokens.tolist() for each in rollouts for row in each.rows]
+    assert [len(rollout.rows) for rollout in rollouts] == [3] * 8
+    trained = []
+    for rollout in rollouts:
+        assert all(row.sampled.sum() == 2 for row in rollout.rows)
+        trained += [row.tokens.tolist() for row in rollout.rows]
     assert sorted(trained) == sorted([*request.prompt_tokens, *tokens] for request, tokens in engines.answered)
-    assert all(row.sampled.sum() == 2 for each in rollouts for row in each.rows)
-    told = [each for each in TOLD if "agent/rows_per_episode" in each]
-    assert len(told) == 1 and "3.0 rows" in told[0] and "message 1 (assistant) has other content" in told[0]
+    warnings = [message for message in MESSAGES if "agent/rows_per_episode" in message]
+    assert len(warnings) == 1 and "3.0 rows" in warnings[0]
+    assert "message 1 (assistant) has other content" in warnings[0]
 
 
 def test_an_agent_that_meets_its_budget_is_cut_and_no_failure(play: Play) -> None:
@@ -336,8 +354,8 @@ def test_a_stop_of_one_token_ends_the_turn_in_the_engine(play: Play, tokenizer: 
 
 
 def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Path) -> None:
-    rollouts, _ = play(COUNT, count=4, command=True, most=2, x=str(tmp_path))
-    assert {episode_of(each).reward for each in rollouts} <= {1.0, 2.0} and len(rollouts) == 4
+    rollouts, _ = play(COUNT, count=4, command=True, max_agents=2, x=str(tmp_path))
+    assert {episode_of(rollout).reward for rollout in rollouts} <= {1.0, 2.0} and len(rollouts) == 4
     section = AgentSection(None, "python x.py", None, 3, "127.0.0.1")
     assert most_agents(section) == 3 and most_agents(replace(section, max_processes="auto")) == 8 * usable_cores()
     assert most_agents(replace(section, name="x.py:run", command=None)) is None
@@ -346,7 +364,7 @@ def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Pat
 def test_random_draws_are_the_groups(play: Play) -> None:
     rollouts, engines = play("draws", count=3)
     assert len({tuple(request.prompt_tokens) for request, _ in engines.answered}) == 1
-    assert all(np.isfinite(each.log_probs).all() for each in rollouts)
+    assert all(np.isfinite(rollout.log_probs).all() for rollout in rollouts)
 
 
 @pytest.mark.parametrize(

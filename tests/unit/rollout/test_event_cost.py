@@ -27,7 +27,8 @@ from rlctl.rollout.players.single_turn import SingleTurnPlayer
 from rlctl.rollout.runner import RolloutRunner
 from tests.virtual_events import VirtualEvents
 
-GROUP, AGE = 8, 7
+GROUP = 8
+AGE = 7
 # Steps that walk over engines in another order than theirs.
 STRIDE = 7919
 ZEROS = np.zeros(4, np.int32)
@@ -48,21 +49,22 @@ class EventRow:
 
 @dataclass(eq=False)
 class AnsweringWorker:
-    """`Worker` whose engine answers its oldest turn when it is told to."""
+    """`Worker` whose engine answers its oldest turn at each set of `may_answer`."""
 
     name: str
-    held: deque[RequestId] = field(default_factory=deque)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    request_ids: deque[RequestId] = field(default_factory=deque)
+    # Lets the worker answer.
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     answers: int = 0
 
     async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
         if method is Engine.submit:
-            self.held.extend(request.id for request in arguments[0])
+            self.request_ids.extend(request.id for request in arguments[0])
             return None
-        await self.told.wait()
-        self.told.clear()
+        await self.may_answer.wait()
+        self.may_answer.clear()
         self.answers += 1
-        return FinishedTurns([self.held.popleft()], ANSWER, EngineStats(steps=self.answers))
+        return FinishedTurns([self.request_ids.popleft()], ANSWER, EngineStats(steps=self.answers))
 
 
 @dataclass
@@ -85,20 +87,27 @@ class AnsweringPool:
         """Do nothing: engines never sleep."""
 
 
-def event_rows(engines: Sequence[int], in_flight: int, events: int) -> list[EventRow]:
+def measure_events(engines: Sequence[int], in_flight: int, events: int) -> list[EventRow]:
     """Measure the cost of an event with each number of engines. events: number measured."""
-    return [event_row(number, in_flight, events) for number in engines]
+    return [measure_event(number, in_flight, events) for number in engines]
 
 
-def event_row(engines: int, in_flight: int, events: int) -> EventRow:
+def measure_event(engines: int, in_flight: int, events: int) -> EventRow:
     workers = [AnsweringWorker(f"engine-{index}") for index in range(engines)]
     at_a_time = max(1, in_flight // engines)
     # More groups than engines take at a time, so that some wait: by a group an engine, and those of the events.
     prompts = (in_flight // GROUP + engines + events) // (AGE + 1) + 1
-    sizes = (f"grpo.num_prompts_per_step={prompts}", f"grpo.num_generations_per_prompt={GROUP}")
-    bound = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "async.prefetch=full")
-    config = load("grpo", None, [*sizes, *bound, "generation.max_new_tokens=4"]).settled.config
-    loop, pool = VirtualEvents(), AnsweringPool(workers, at_a_time)
+    overrides = [
+        f"grpo.num_prompts_per_step={prompts}",
+        f"grpo.num_generations_per_prompt={GROUP}",
+        "async.enabled=true",
+        f"async.max_trajectory_age_steps={AGE}",
+        "async.prefetch=full",
+        "generation.max_new_tokens=4",
+    ]
+    config = load("grpo", None, overrides).settled.config
+    loop = VirtualEvents()
+    pool = AnsweringPool(workers, at_a_time)
     dispatcher = RolloutDispatcher(cast(GeneratorPool, pool), config.run, say_nothing, loop)
     source = TaskSource([Task("r0", [0] * 8, "", None)], Cursor(1, 0, False))
     runner = RolloutRunner(SingleTurnPlayer(), dispatcher)
@@ -106,12 +115,14 @@ def event_row(engines: int, in_flight: int, events: int) -> EventRow:
     began = time.process_time()
     buffer.admit(0)
     loop.let_pass(0.0)
-    admission, held = time.process_time() - began, sum(len(worker.held) for worker in workers)
+    admission = time.process_time() - began
+    num_sampling = sum(len(worker.request_ids) for worker in workers)
     began = time.process_time()
     for number in range(events):
-        workers[number * STRIDE % engines].told.set()
+        workers[number * STRIDE % engines].may_answer.set()
         loop.let_pass(0.0)
-    return EventRow(engines, held, (time.process_time() - began) / events, admission)
+    event = (time.process_time() - began) / events
+    return EventRow(engines=engines, in_flight=num_sampling, event=event, admission=admission)
 
 
 def say_nothing(kind: str, **fields: Any) -> None:
@@ -120,7 +131,7 @@ def say_nothing(kind: str, **fields: Any) -> None:
 
 @pytest.mark.parametrize("in_flight", [1_000, 8_000])
 def test_an_event_costs_the_same_with_8_engines_and_with_256(in_flight: int) -> None:
-    few, many = event_rows([8, 256], in_flight, 2_000)
+    few, many = measure_events([8, 256], in_flight, 2_000)
     assert few.in_flight >= in_flight * 0.9 and many.in_flight >= in_flight * 0.7
     # Measured: 0.03 ms. A sum over all turns in flight, or a look at each engine, would add 0.1 ms and more.
     assert many.event < 2.5 * few.event + 5e-5

@@ -51,7 +51,8 @@ DEEP = '<tool_call>\n{"name": "echo", "arguments": {"value": ' + "[" * 500 + "]"
 
 def test_a_call_of_500_levels_is_answered_and_its_episode_goes_on(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    chat, turns = Chat(tokenizer, CHATML, None), iter([DEEP, "well<|im_end|>"])
+    chat = Chat(tokenizer, CHATML, None)
+    turns = iter([DEEP, "well<|im_end|>"])
     with EnvironmentPool({"game": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
         contracts = pool.contracts()
         engines = ScriptedEngines(chat, lambda request: next(turns), events=pool.events)
@@ -76,7 +77,9 @@ def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(
     turns = iter([bare, "it is 4<|im_end|>"])
 
     def acts(kind: str, payload: Any) -> Any:
-        return [ToolResult("", each.error, failed=True) for each in payload] if kind == "call" else None
+        if kind != "call":
+            return None
+        return [ToolResult("", call.error, failed=True) for call in payload]
 
     pool = ScriptedPool(acts)
     _, episode = play(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)

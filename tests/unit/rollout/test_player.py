@@ -83,7 +83,7 @@ class ScriptedPool:
         self.events: Any = None
 
     def check(self) -> None:
-        """Nothing goes wrong in this process."""
+        """Do nothing: nothing goes wrong in this process."""
 
     def key_of(self, row: Any) -> str:
         return "game"
@@ -116,7 +116,7 @@ def collect_warnings(pool: ScriptedPool) -> list[str]:
     return warnings
 
 
-def contract(has_step: bool) -> EnvironmentContract:
+def make_contract(has_step: bool) -> EnvironmentContract:
     return EnvironmentContract("Game", [] if has_step else [SCHEMA], has_step, True, [], [])
 
 
@@ -134,16 +134,18 @@ def player_of(
     tool_format: str | None = None,
 ) -> RolloutRunner:
     """Return a runner of episodes whose event loop goes on when `go_on` is called."""
-    scripted: Any = (pool, {"game": contract(has_step)}, chat, limits, tool_format)
     engines.events = pool.events = VirtualEvents()
-    return RolloutRunner(EnvironmentPlayer(*scripted), engines)
+    environments: Any = pool
+    player = EnvironmentPlayer(environments, {"game": make_contract(has_step)}, chat, limits, tool_format)
+    return RolloutRunner(player, engines)
 
 
 def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, seed: int = 0) -> RolloutRunner:
     """Return a runner whose event loop makes one step at a time, drawn by a seed."""
     engines.events = pool.events = VirtualEvents(draw=random.Random(seed))
-    scripted: Any = (pool, {"game": contract(True)}, chat, LIMITS, None)
-    return RolloutRunner(EnvironmentPlayer(*scripted), engines)
+    environments: Any = pool
+    player = EnvironmentPlayer(environments, {"game": make_contract(True)}, chat, LIMITS, None)
+    return RolloutRunner(player, engines)
 
 
 def begin(runner: RolloutRunner, *starts: RolloutStart, ahead: bool = False) -> list[Rollout]:
@@ -181,7 +183,7 @@ def play(
 
 
 def check_exact(rollout: Rollout, engines: ScriptedEngines, rewritten: bool) -> None:
-    """Every sampled token trains exactly once, after the engine's own prompt."""
+    """Check that every sampled token trains exactly once, after the engine's own prompt."""
     rows = rollout.rows
     expected = [(request.prompt_tokens, tokens) for request, tokens in engines.answered if tokens]
     trained = []
@@ -245,7 +247,9 @@ def test_a_rollout_that_no_micro_batch_holds_is_left_out_counted_and_told_once(t
     for limit in (rollout.num_tokens, rollout.num_tokens - 1, rollout.num_tokens - 1):
         bounded, episode = play(chat, engines, pool, True, replace(strips, max_trained=limit))
         is_left_out = limit < rollout.num_tokens
-        assert (not bounded.rows, episode.ending == "failed", episode.reward is None) == (is_left_out,) * 3
+        assert (not bounded.rows) == is_left_out
+        assert (episode.ending == "failed") == is_left_out
+        assert (episode.reward is None) == is_left_out
     assert f"rows of {rollout.num_tokens}; raise trainer.micro_batch_tokens" in str(episode.failure)
     assert sum(pool.failures.counts.values()) == 2 and len(warnings) == 1
     assert warnings[0].endswith("; the episode is left out and counted, environment/failed")
@@ -397,9 +401,8 @@ def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer
     ended = begin(player, start(messages=[]))
     go_on(player)
     episode = ended[0].episode
-    assert (
-        episode and (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
-    )
+    assert episode and (episode.ending, episode.reward) == ("failed", None)
+    assert "nothing to answer" in str(episode.failure)
     assert pool.closed == [start().id]
 
 

@@ -27,11 +27,16 @@ def events() -> Iterator[EventLoop]:
     loop.close()
 
 
-class Says:
-    """Samples texts in order, and notes the prompts; an exception in place of a text is raised by the wait."""
+class ScriptedTexts:
+    """Dispatcher that samples texts in order and notes the prompts.
+
+    An exception in place of a text is raised by the wait.
+    """
 
     def __init__(self, events: EventLoop, chat: Chat, *texts: str | BaseException) -> None:
-        self.events, self.chat, self.texts = events, chat, list(texts)
+        self.events = events
+        self.chat = chat
+        self.texts = list(texts)
         self.prompts: list[list[int]] = []
         self.aborted: list[RequestId] = []
         self.pending: BaseException | None = None
@@ -62,18 +67,18 @@ class Says:
 
 def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, "be brief")
-    says = Says(events, chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0))
-    assert [each["content"] for each in talk.say("hi")] == ["hello"]
+    dispatcher = ScriptedTexts(events, chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
+    talk = Talk(chat, dispatcher, LIMITS, talk_id(0))
+    assert [message["content"] for message in talk.say("hi")] == ["hello"]
     (cut,) = talk.say("more")
     assert cut == {"role": "assistant", "content": "cut in", "cut": True}
     list(talk.say("end"))
-    texts = [tokenizer.decode(prompt) for prompt in says.prompts]
+    texts = [tokenizer.decode(prompt) for prompt in dispatcher.prompts]
     assert texts[1].startswith(texts[0] + "hello<|im_end|>\n<|im_start|>user\nmore<|im_end|>")
     # A turn that was cut is closed.
     assert texts[2].startswith(texts[1] + "cut in<|im_end|>\n<|im_start|>user\nend")
-    assert says.prompts[2][: len(says.prompts[1])] == says.prompts[1]
-    assert talk.length == len(says.prompts[2]) + len(chat.encode("bye<|im_end|>"))
+    assert dispatcher.prompts[2][: len(dispatcher.prompts[1])] == dispatcher.prompts[1]
+    assert talk.length == len(dispatcher.prompts[2]) + len(chat.encode("bye<|im_end|>"))
 
 
 def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
@@ -82,41 +87,42 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
     with EnvironmentPool({"own": EnvironmentSpec("calculator", 5.0)}, 1024, 1) as pool:
         contract = pool.contracts()["own"]
         tools = TalkTools(pool, contract, "hermes")
-        talk = Talk(chat, Says(pool.events, chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), tools)
+        talk = Talk(chat, ScriptedTexts(pool.events, chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), tools)
         pool.reset(talk_id(0), {"expression": "1 + 1"}, 0).result()
-        roles = [(each["role"], each["content"]) for each in talk.say("6 times 7?")]
-    assert roles[1:] == [("tool", "42"), ("assistant", "it is 42")]
-    assert roles[0][0] == "assistant"
+        messages = [(message["role"], message["content"]) for message in talk.say("6 times 7?")]
+    assert messages[1:] == [("tool", "42"), ("assistant", "it is 42")]
+    assert messages[0][0] == "assistant"
 
 
 def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    says = Says(events, chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0))
+    dispatcher = ScriptedTexts(events, chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, dispatcher, LIMITS, talk_id(0))
     list(talk.say("a"))
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
-    assert [each.turn for each in says.aborted] == [1]
-    says.pending = None
-    assert [each["content"] for each in talk.say("b")] == ["two"]
-    assert "lost" not in tokenizer.decode(says.prompts[2])
+    assert [request_id.turn for request_id in dispatcher.aborted] == [1]
+    dispatcher.pending = None
+    assert [message["content"] for message in talk.say("b")] == ["two"]
+    assert "lost" not in tokenizer.decode(dispatcher.prompts[2])
 
 
 def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(
     tokenizer: Any, events: EventLoop
 ) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    says = Says(events, chat, KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS, talk_id(0), opening=[{"role": "user", "content": "the task"}])
+    dispatcher = ScriptedTexts(events, chat, KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, dispatcher, LIMITS, talk_id(0), opening=[{"role": "user", "content": "the task"}])
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
-    says.pending = None
+    dispatcher.pending = None
     list(talk.say("b"))
-    assert "the task" in (text := tokenizer.decode(says.prompts[1])) and "lost" not in text
+    text = tokenizer.decode(dispatcher.prompts[1])
+    assert "the task" in text and "lost" not in text
 
 
 def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any, events: EventLoop) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    talk = Talk(chat, Says(events, chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))
+    talk = Talk(chat, ScriptedTexts(events, chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))
     with pytest.raises(TalkError, match=r"would have \d+ tokens of 20: begin another with /new"):
         list(talk.say("word " * 30))
