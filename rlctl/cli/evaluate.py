@@ -66,7 +66,21 @@ def evaluate(
         elif target is None:
             raise ConfigError([Problem("CHECKPOINT | FOLDER | RUN", "", "is missing; rlctl runs list shows the runs")])
         else:
-            results = _evaluate(target, arguments, data or [], samples, step, to, save_every)
+            from rlctl.evaluation.evaluation_configs import make_evaluation
+
+            recipe, overrides = split(arguments)
+            evaluation = make_evaluation(
+                target,
+                tell,
+                recipe=recipe,
+                overrides=overrides,
+                data=data or [],
+                samples=samples,
+                step=step,
+                to=to,
+            )
+            with _show_progress() as progress:
+                results = evaluation.run(save_every, progress)
     if as_json:
         typer.echo(json.dumps(results if compare is None else results[0], indent=1))
         return
@@ -74,30 +88,6 @@ def evaluate(
 
     for result in results:
         console().print(comparison_table(result) if compare is not None else result_table(result), soft_wrap=False)
-
-
-def _evaluate(
-    text: str,
-    arguments: list[str] | None,
-    data: list[str],
-    samples: int | None,
-    step: int | None,
-    to: Path | None,
-    save_every: int,
-) -> list[dict[str, Any]]:
-    from rlctl.evaluation.evaluation_configs import measured_configs
-    from rlctl.evaluation.target import find_target
-
-    target = find_target(text, runs_folder(), step)
-    recipe, overrides = split(arguments)
-    settings = measured_configs(target, text, recipe, overrides, data, samples)
-    # The import of torch takes seconds.
-    from rlctl.evaluation.evaluate import Evaluation
-
-    root = to or (target.run / "evals" if target.run else Path("evals"))
-    with _show_progress() as progress:
-        evaluation = Evaluation(target, settings, root, tell)
-        return evaluation.run(save_every, progress)
 
 
 def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | None) -> list[dict[str, Any]]:

@@ -10,7 +10,9 @@ import signal
 import sys
 from pathlib import Path
 
+from rlctl.cli.output import say
 from rlctl.cluster.jobs.head_agent import CONFIG, SECRETS
+from rlctl.config.errors import UserError
 from rlctl.run.run_dir import JobRecord
 
 _PR_SET_PDEATHSIG = 1
@@ -56,5 +58,14 @@ def _leave_group() -> None:
     os._exit(code if code >= 0 else 128 - code)
 
 
+def _explained_main() -> int:
+    """Drive the run. Print a mistake of the input as one line."""
+    try:
+        return main()
+    except UserError as error:
+        say(f"error: {error}", err=True)
+        return error.exit_code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_explained_main())

@@ -8,7 +8,7 @@ import typer
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_run
 from rlctl.cli.dry_run import show_dry_run
-from rlctl.cli.output import OK, ShownProgress, examples, note, refuse
+from rlctl.cli.output import OK, ShownProgress, examples, refuse
 from rlctl.cli.train_there import HERE, Where, train_there
 
 app = typer.Typer(help="Train a model with GRPO or SFT.", no_args_is_help=True)
@@ -120,14 +120,10 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
     if dry_run:
         show_dry_run(prepared)
         return OK
-    prepared.require_fit()
-    note(prepared.notes)
+    # The import of the parts of a run takes time that a dry run saves.
+    from rlctl.launch.assembly import launch_prepared
+
     try:
-        prepared.advance("read")
+        return launch_prepared(prepared, runtime, where.probe)
     except MissingPackagesError as error:
         refuse(error)
-    from rlctl.launch.assembly import launch
-
-    composed = prepared.composed
-    run = prepared.resumed.run if prepared.resumed else None
-    return launch(composed.settled, composed.to_yaml(), runtime, run, where.probe, prepared.reader)

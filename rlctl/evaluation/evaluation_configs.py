@@ -5,17 +5,17 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rlctl.config import paths
-from rlctl.config.builtin import CONFIGS
+from rlctl.config.builtin import CONFIGS, runs_folder
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import RECIPE
 from rlctl.config.provenance import Origin, plain
 from rlctl.config.schema import GrpoConfig
 from rlctl.environments.outcomes import EnvironmentSpec
-from rlctl.evaluation.target import Target
+from rlctl.evaluation.target import Target, find_target
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed, OtherVersionError, load
 from rlctl.preflight.machine import RunMachine
@@ -23,6 +23,10 @@ from rlctl.preflight.placement import Placement, ResourceRequest, place, this_ma
 from rlctl.preflight.settled import SettledGrpo, settle
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.devices import count_gpus, device_memory
+from rlctl.workers.user_logs import Emit
+
+if TYPE_CHECKING:
+    from rlctl.evaluation.evaluate import Evaluation
 
 
 def config_of(target: Target, seed: int, system: str | None = None) -> tuple[GrpoConfig, int]:
@@ -128,6 +132,30 @@ def measured_configs(
             reason = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
             raise ConfigError([Problem("data.validation.path", "", reason)])
     return composed
+
+
+def make_evaluation(
+    text: str,
+    emit: Emit,
+    *,
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    step: int | None = None,
+    to: Path | None = None,
+) -> "Evaluation":
+    """Return the evaluation of the weights that `text` names, as `rlctl eval` and `rlctl.evaluate` make it.
+
+    recipe, overrides, data, samples: see `measured_configs`. step: see `find_target`. to: the folder of results; None:
+    that of the weights' run, else `evals` here. Raises TargetError, ConfigError, DataError, ModelError.
+    """
+    target = find_target(text, runs_folder(), step)
+    settings = measured_configs(target, text, recipe, overrides, data, samples)
+    # The import of torch takes seconds.
+    from rlctl.evaluation.evaluate import Evaluation
+
+    return Evaluation(target, settings, to or (target.run / "evals" if target.run else Path("evals")), emit)
 
 
 def _recipe_of(target: Target) -> str:

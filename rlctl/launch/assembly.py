@@ -4,6 +4,7 @@ Read `assemble` from top to bottom. It ends its parts, the last first, at any en
 parts, see `AlgorithmParts`.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import RunData, load_chats, meanwhile
 from rlctl.launch.precompile import precompile, precompiles
+from rlctl.launch.prepare import PreparedRun
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts, user_processes
 from rlctl.launch.session import Session, run_session
@@ -61,17 +63,44 @@ def launch(
     resume: Path | None = None,
     probe_only: bool = False,
     reader: RowReader | None = None,
+    on_directory: Callable[[RunDir], None] | None = None,
 ) -> int:
-    """Make a run to its end and return the exit code. `rlctl train` and the job on a cluster both enter here.
+    """Make a run to its end and return the exit code. `launch_prepared` and the job on a cluster both enter here.
 
     resolved: the config as YAML. resume: the directory of the run to continue. probe_only: compare trainer and
-    generator, then stop. reader: holds the rows if they were read already. Raises RunDirError for a run that must not
-    be continued from here.
+    generator, then stop. reader: holds the rows if they were read already. on_directory: called once the run has its
+    directory. Raises RunDirError for a run that must not be continued from here.
     """
     if resume is not None:
         runtime.refuse(RunDir.open(resume))
     body = partial(assemble, settled, runtime, reader or RowReader(settled.config), probe_only)
-    return run_session(settled, resolved, resume, body)
+    return run_session(settled, resolved, resume, body, on_directory)
+
+
+def launch_prepared(
+    prepared: PreparedRun,
+    runtime: Runtime,
+    probe_only: bool = False,
+    on_directory: Callable[[RunDir], None] | None = None,
+) -> int:
+    """Read the rows of a planned run, and make the run to its end. `rlctl train` and `rlctl.train` both enter here.
+
+    Raises ConfigError for a run that does not fit its place or whose rows are wrong, MissingPackagesError, and
+    RunDirError as `launch` does. Returns the exit code.
+    """
+    prepared.require_fit()
+    prepared.progress.note(prepared.notes)
+    prepared.advance("read")
+    composed = prepared.composed
+    return launch(
+        composed.settled,
+        composed.to_yaml(),
+        runtime,
+        resume=prepared.resumed.run if prepared.resumed else None,
+        probe_only=probe_only,
+        reader=prepared.reader,
+        on_directory=on_directory,
+    )
 
 
 def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:

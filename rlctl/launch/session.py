@@ -210,8 +210,17 @@ class Session:
         self.events.emit("startup", what=part, seconds=self.startup[part])
 
 
-def run_session(settled: Settled, resolved: str, resume: Path | None, body: Callable[[Session], None]) -> int:
-    """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run."""
+def run_session(
+    settled: Settled,
+    resolved: str,
+    resume: Path | None,
+    body: Callable[[Session], None],
+    on_directory: Callable[[RunDir], None] | None = None,
+) -> int:
+    """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run.
+
+    on_directory: called once the run has its directory. Raises RunDirError for one that cannot be used as asked.
+    """
     config = settled.config
     with contextlib.ExitStack() as stack:
         events: EventLog | None = None
@@ -248,12 +257,11 @@ def run_session(settled: Settled, resolved: str, resume: Path | None, body: Call
             if resume is None:
                 write_whole(run_dir.config, resolved)
             _start_attempt(run_dir, resolved)
-        except RunDirError as error:
-            print(f"error: {neutral(str(error))}", file=sys.stderr)
-            return 2
         except OSError as error:
             print(f"error: {neutral(_explain(error))}", file=sys.stderr)
             return 1 if error.errno in _FULL else 2
+        if on_directory is not None:
+            on_directory(run_dir)
         go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         start_time = events.now()

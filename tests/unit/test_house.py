@@ -14,6 +14,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
+    ("api",),
     ("cli",),
     ("bench", "evaluation"),
     ("launch",),

@@ -1,0 +1,131 @@
+"""A call that is done by a process of its own (`rlctl/cli/call.py`), with its output, its answers and Ctrl-C."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.errors import Problem
+
+# Seconds between two looks at the metrics of a run.
+_LOOK_S = 0.2
+# Bytes of one read.
+_CHUNK = 1 << 16
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Call:
+    """One call, from its start to its end.
+
+    log: called with each line that the process prints. on_look: called five times a second while the process goes on.
+    """
+
+    def __init__(self, function: str, log: Callable[[str], object] | None, **arguments: Any) -> None:
+        self._log = log
+        # Directory of the run; None before it has one.
+        self.run: Path | None = None
+        # Problems of the input.
+        self.problems: list[Problem] = []
+        self.failure = ""
+        self.results: list[dict[str, Any]] = []
+        # True after Ctrl-C.
+        self.is_interrupted = False
+        # The last line that was printed: the reason of an end that no answer explains.
+        self.last_line = ""
+        # Output that is no whole line yet.
+        self._rest = {"output": b"", "answers": b""}
+        self._call = {"function": function, **arguments}
+
+    def run_to_end(self, on_look: Callable[[], None]) -> int:
+        """Do the call, and return the exit code.
+
+        The first Ctrl-C is passed on once: a run finishes its step and saves. Another one ends it at once. An error of
+        `log` or `on_look` ends the call as SIGTERM does, and is raised then.
+        """
+        read_end, write_end = os.pipe()
+        paths = [str(_PACKAGE.parent)]
+        if "PYTHONPATH" in os.environ:
+            paths.append(os.environ["PYTHONPATH"])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlctl.cli.call", str(write_end)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            pass_fds=[write_end],
+            # Ctrl-C of a terminal comes to this process alone, which passes it on once.
+            start_new_session=True,
+        )
+        os.close(write_end)
+        assert process.stdin and process.stdout
+        try:
+            with process.stdin as request:
+                request.write(json.dumps(self._call).encode())
+            with selectors.DefaultSelector() as streams:
+                streams.register(process.stdout, selectors.EVENT_READ, "output")
+                streams.register(read_end, selectors.EVENT_READ, "answers")
+                self._follow(process, streams, on_look)
+        except BaseException:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            raise
+        finally:
+            process.stdout.close()
+            os.close(read_end)
+        return process.wait()
+
+    def _follow(
+        self, process: subprocess.Popen[bytes], streams: selectors.BaseSelector, on_look: Callable[[], None]
+    ) -> None:
+        """Read until the process has ended. A process that it leaves behind may hold the streams open."""
+        next_look = 0.0
+        while True:
+            try:
+                has_ended = process.poll() is not None
+                has_read = self._read_streams(streams, 0.0 if has_ended else _LOOK_S)
+                if has_ended and not has_read:
+                    break
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + _LOOK_S
+                    on_look()
+            except KeyboardInterrupt:
+                self.is_interrupted = True
+                process.send_signal(signal.SIGINT)
+        on_look()
+
+    def _read_streams(self, streams: selectors.BaseSelector, timeout_s: float) -> bool:
+        """Read what there is. Return True if there was anything."""
+        has_read = False
+        if not streams.get_map():
+            time.sleep(timeout_s)
+        for key, _ in streams.select(timeout_s):
+            content = os.read(key.fd, _CHUNK)
+            if not content:
+                streams.unregister(key.fileobj)
+                continue
+            has_read = True
+            *lines, self._rest[key.data] = (self._rest[key.data] + content).split(b"\n")
+            for line in lines:
+                self._take_line(key.data, line.decode("utf-8", "replace"))
+        return has_read
+
+    def _take_line(self, stream: str, line: str) -> None:
+        if stream == "answers":
+            answer = json.loads(line)
+            if "run" in answer:
+                self.run = Path(answer["run"]).absolute()
+            self.problems += [
+                Problem(where=where, key=key, what=what) for where, key, what in answer.get("problems", [])
+            ]
+            self.failure = answer.get("failure", self.failure)
+            self.results += answer.get("results", [])
+            return
+        self.last_line = line or self.last_line
+        if self._log is not None:
+            self._log(line)

@@ -1,0 +1,101 @@
+"""The process of one call from Python: `python -m rlctl.cli.call DESCRIPTOR`, with the call as JSON on stdin.
+
+A run changes its process: signals, environment, Ray, and an end at once where Ray's head is lost. So a caller in a
+notebook or in a sweep keeps its own process as it was. Answers go to the descriptor as JSON, a line each:
+
+- {"run": PATH} once the run has a directory
+- {"problems": [[where, key, what], ...]} of bad input
+- {"failure": TEXT} of an error of any other kind
+- {"results": [...]} of an evaluation
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, ShownProgress, say, tell
+from rlctl.config.errors import ConfigError, UserError, one_line
+from rlctl.run.run_dir import RunDir
+
+_PR_SET_PDEATHSIG = 1
+Answer = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    """Do the call, and end the process with the exit code of the command that does the same."""
+    _end_with_parent()
+    call = json.load(sys.stdin)
+    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as answers:
+
+        def answer(record: dict[str, Any]) -> None:
+            print(json.dumps(record), file=answers, flush=True)
+
+        code = _explained(CALLS[call.pop("function")], call, answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing is left to do but to free every object of torch, transformers and Ray.
+    os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel ask this process to stop once its caller is gone, as `kill` does: a run saves, and ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(INTERRUPTED)
+
+
+def _explained(function: Callable[..., int], arguments: dict[str, Any], answer: Answer) -> int:
+    """Call the function, and answer with its error. Return the exit code."""
+    try:
+        return function(answer, **arguments)
+    except ConfigError as error:
+        answer({"problems": [[problem.where, problem.key, problem.what] for problem in error.problems]})
+        return BAD_INPUT
+    except UserError as error:
+        if error.exit_code == BAD_INPUT:
+            answer({"problems": [["", "", str(error)]]})
+        else:
+            answer({"failure": str(error)})
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        traceback.print_exc()
+        answer({"failure": f"{type(error).__name__}: {one_line(error)}"})
+        return FAILED
+
+
+def _train(answer: Answer, recipe: str | None, overrides: list[str], resume: str | None) -> int:
+    from rlctl.launch.assembly import launch_prepared
+    from rlctl.launch.prepare import RunRequest, prepare
+    from rlctl.launch.runtime import LocalRuntime
+
+    def tell_directory(run_dir: RunDir) -> None:
+        answer({"run": str(run_dir.path)})
+
+    request = RunRequest(None, recipe, overrides, Path(resume) if resume else None)
+    prepared = prepare(request, "planned", ShownProgress())
+    return launch_prepared(prepared, LocalRuntime(), on_directory=tell_directory)
+
+
+def _evaluate(answer: Answer, target: str, save_every: int, **options: Any) -> int:
+    from rlctl.evaluation.evaluation_configs import make_evaluation
+
+    to = options.pop("to")
+    evaluation = make_evaluation(target, tell, to=Path(to) if to else None, **options)
+    results = evaluation.run(save_every, lambda name, done, count: say(f"{name}: {done} of {count} tasks"))
+    answer({"results": results})
+    return OK
+
+
+CALLS: dict[str, Callable[..., int]] = {"train": _train, "evaluate": _evaluate}
+
+if __name__ == "__main__":
+    main()
