@@ -41,7 +41,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("rlctl.preflight.version").own_version()
     if name not in __all__:
-        raise AttributeError(f"module 'rlctl' has no attribute {name!r}; it has {', '.join(__all__)}")
+        near = import_module("rlctl.config.errors").did_you_mean(name, __all__)
+        raise AttributeError(f"module 'rlctl' has no attribute {name!r}{near}")
     if name == "ConfigError":
         module = "rlctl.config.errors"
     else:

@@ -15,7 +15,7 @@ from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.exact_tokens import with_lists
 from rlctl.telemetry.jsonl import Record, read_records
-from rlctl.telemetry.metrics import installed, read_rows
+from rlctl.telemetry.metrics import installed_rows, read_rows
 from rlctl.telemetry.rollouts_file import GroupPurpose, index, read_groups
 
 # Fields of a record that are no metrics.
@@ -62,7 +62,7 @@ class MetricColumns(Sequence[Mapping[str, float]]):
 
     def meaning(self, name: str) -> str:
         """Return the meaning of a metric in words; empty if it is not declared."""
-        return (read_rows(self._metric_rows) or installed()).meaning(name)
+        return (read_rows(self._metric_rows) or installed_rows()).meaning(name)
 
     def __repr__(self) -> str:
         return f"<metrics of {len(self)} steps, {len(self.names)} names>"
