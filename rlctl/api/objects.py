@@ -107,7 +107,7 @@ def _bytes_of(value: object) -> bytes:
     """Return the bytes of an object. Its code keeps the names of its files: errors name the user's line."""
     import cloudpickle
 
-    class Pickler(cloudpickle.CloudPickler):
+    class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         """Pickler that does not write `<dynamic-code>` for the file of a function."""
 
         def reducer_override(self, obj: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A call that is done by a process of its own (`rlctl/cli/call.py`), with its output, its answers and Ctrl-C."""
+"""A call that is done by a process of its own (`rlctl/cli/api_process.py`), with its output, its answers and Ctrl-C."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class Call:
         if "PYTHONPATH" in os.environ:
             paths.append(os.environ["PYTHONPATH"])
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlctl.cli.call", str(write_end)],
+            [sys.executable, "-m", "rlctl.cli.api_process", str(write_end)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -57,7 +57,7 @@ class MetricColumns(Sequence[Mapping[str, float]]):
         return values
 
     def to_dict(self) -> dict[str, list[float]]:
-        """Return all columns by name, as `pandas.DataFrame` takes them."""
+        """Return all columns by name, as pandas takes them."""
         return {name: self.column(name) for name in self.names}
 
     def meaning(self, name: str) -> str:
@@ -188,7 +188,7 @@ class RecordedRun:
     @property
     def checkpoints(self) -> list[RecordedCheckpoint]:
         """The checkpoints that are there, oldest first."""
-        found = Checkpoints(self._run_dir.checkpoints, keep_last=1, keep_best=0).all()
+        checkpoints = Checkpoints(self._run_dir.checkpoints, keep_last=1, keep_best=0).all()
         return [
             RecordedCheckpoint(
                 step=checkpoint.step,
@@ -196,7 +196,7 @@ class RecordedRun:
                 weights=checkpoint.export if checkpoint.export.is_dir() else None,
                 score=checkpoint.state.get("score"),
             )
-            for checkpoint in found
+            for checkpoint in checkpoints
         ]
 
     def rollouts(self, purpose: GroupPurpose | None = None, step: int | None = None) -> Iterator[RecordedGroup]:

@@ -83,8 +83,8 @@ class Engine(ReceivesWeights, Protocol):
     **Failure.** An engine need not recover. The driver ends and rebuilds one whose `submit`, `collect` or `abort`
     raises. It does the same after `run.deadline_s` without an answer, or with equal `EngineStats` while requests are in
     flight. The new one samples these requests from their first token. An error of a refit does the same, but
-    for `Untouched` and `Interrupted`. An error of `sleep` or `wake` ends the run. So does one that two engines raise
-    before any token of `EngineStats`.
+    for `Untouched` and `RefitInterrupted`. An error of `sleep` or `wake` ends the run. So does one that two engines
+    raise before any token of `EngineStats`.
 
     **Memory.** An engine on the trainer's devices (`EngineSpec.sleeps`) sleeps while these train. The order is `sleep`,
     `wake("weights")`, `refit_receive`, `wake("kv_cache")`, so that weights and cache may be dropped.

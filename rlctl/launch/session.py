@@ -285,18 +285,24 @@ def run_session(
             give_up=give_up,
         )
         code, status, reason = _run(session, body)
-        waits.close()
-        metrics.close()
-        reserve.release()
-        lost = events.num_lost + metrics.num_lost
-        if lost:
-            reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        commands = [session.begin_command] if session.begin_command else []
-        commands = commands or next_commands(settled, run_dir, status, session.smaller, session.fails_again)
-        end = {"status": status, "reason": reason, "next": commands}
-        events.emit("run_ended", **end)
-        view.end = {"kind": "run_ended", "time": events.now(), **end}
+        view.end = _end_session(session, status, reason)
     return code
+
+
+def _end_session(session: Session, status: str, reason: str) -> dict[str, Any]:
+    """Close the files of a session, emit the end of the run, and return its event."""
+    session.waits.close()
+    metrics = session.recorder.metrics
+    metrics.close()
+    session.reserve.release()
+    lost = session.events.num_lost + metrics.num_lost
+    if lost:
+        reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
+    commands = [session.begin_command] if session.begin_command else []
+    commands = commands or next_commands(session.settled, session.run_dir, status, session.smaller, session.fails_again)
+    end = {"status": status, "reason": reason, "next": commands}
+    session.events.emit("run_ended", **end)
+    return {"kind": "run_ended", "time": session.events.now(), **end}
 
 
 @contextlib.contextmanager

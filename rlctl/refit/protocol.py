@@ -190,7 +190,7 @@ class Untouched(RefitError):
     """A refit that failed before the engine's live weights were touched: it still serves its old version."""
 
 
-class Interrupted(RefitError):
+class RefitInterrupted(RefitError):
     """A refit that lost a peer when live weights were touched: the engine waits for the version, and samples then."""
 
 

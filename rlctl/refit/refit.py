@@ -17,12 +17,12 @@ from rlctl.refit.protocol import (
     Checks,
     EngineReport,
     Header,
-    Interrupted,
     Kind,
     LiveProof,
     Mode,
     PeerLost,
     RefitError,
+    RefitInterrupted,
     RefitReport,
     SendReport,
     TransportSpec,
@@ -387,7 +387,7 @@ def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions
 
 
 def _is_intact(reason: Exception) -> bool:
-    kinds = (Untouched.__name__, Interrupted.__name__)
+    kinds = (Untouched.__name__, RefitInterrupted.__name__)
     return isinstance(reason, WorkerError) and reason.failures[0].type in kinds
 
 

@@ -416,6 +416,7 @@ class ReceivesWeights(Protocol):
 
         The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
         later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
-        live, and requests go on; `Interrupted`, of a lost peer, that they wait. The version comes again after both.
+        live, and requests go on; `RefitInterrupted`, of a lost peer, that they wait. The version comes again after
+        both.
         The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
         """

@@ -13,7 +13,7 @@ from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineKind, EngineSpec
 from rlctl.refit.pipeline import ChunkReceiver
-from rlctl.refit.protocol import EngineReport, Header, Interrupted, Mode, PeerLost, TransportSpec
+from rlctl.refit.protocol import EngineReport, Header, Mode, PeerLost, RefitInterrupted, TransportSpec
 from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.transport import open_receiver
 from rlctl.refit.weight_sink import BatchedCopy, WholeTensorSink
@@ -46,7 +46,7 @@ class PlainEngine(Engine):
         try:
             received = self._receiver.receive(header, self._sink)
         except PeerLost as error:
-            raise Interrupted(str(error)) from error
+            raise RefitInterrupted(str(error)) from error
         self.state = "whole"
         seconds = time.perf_counter() - begin
         return EngineReport(received, seconds, seconds, 0.0)

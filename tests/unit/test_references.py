@@ -11,6 +11,7 @@ from typing import get_origin
 
 import pytest
 
+import rlctl
 from rlctl.config.cluster_schema import CLUSTER_KINDS
 from rlctl.config.fields import RECIPE, schema_keys
 from rlctl.config.schema import KINDS
@@ -168,6 +169,8 @@ def is_known(name: str, *, is_called: bool = False) -> bool:
     *owners, last = name.split(".")
     if name in OTHERS or is_key(name):
         return True
+    if owners == ["rlctl"]:
+        return last in dir(rlctl)
     if is_called and last not in called_names():
         return False
     if not owners:
@@ -277,6 +280,8 @@ def test_a_key_in_a_message_or_on_a_page_is_in_the_schema() -> None:
         ("asyncio.gather", True),
         ("process_memories", False),
         ("residencies", False),
+        ("rlctl.train", True),
+        ("rlctl.trian", False),
     ],
 )
 def test_a_stale_name_is_noticed(name: str, expected: bool) -> None:

@@ -21,11 +21,11 @@ from rlctl.generation.vllm.build import add_request, build_llm, cached_sequences
 from rlctl.refit.protocol import (
     EngineReport,
     Header,
-    Interrupted,
     LiveProof,
     Mode,
     PeerLost,
     ReceiveReport,
+    RefitInterrupted,
     TransportSpec,
     Untouched,
 )
@@ -308,7 +308,7 @@ class VllmEngine(Engine):
         except PeerLost as error:
             # Running requests continue once the version has come: the other end may be at fault, not this engine.
             self._enter_state(RefitState.INTERRUPTED)
-            raise Interrupted(str(error)) from error
+            raise RefitInterrupted(str(error)) from error
         except BaseException as error:
             # Weights may be a mixture: running requests must not continue.
             self._poison(f"the refit to version {header.version} failed: {error}", error)

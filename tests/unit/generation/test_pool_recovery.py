@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.generation import generator_pool as pool_module
 from rlctl.generation.generator_pool import EngineSlot, GeneratorPool
-from rlctl.refit.protocol import Interrupted, RefitReport, Untouched
+from rlctl.refit.protocol import RefitInterrupted, RefitReport, Untouched
 from rlctl.refit.refit import EnginesLost
 from rlctl.workers.errors import EngineUnusable, Failure, WorkerDied, WorkerError
 
@@ -121,7 +121,7 @@ def test_hundreds_of_losses_need_no_deeper_stack(make: Any) -> None:
     assert len(refit.resent) == 2000
 
 
-@pytest.mark.parametrize("failure", [Untouched, Interrupted])
+@pytest.mark.parametrize("failure", [Untouched, RefitInterrupted])
 def test_a_dead_engine_costs_its_own_restart_alone_whatever_the_others_were_doing(make: Any, failure: type) -> None:
     intact = WorkerError("refit_receive", [Failure("engine", failure.__name__, "a peer is lost", "")])
     pool, refit, events = make({3: DIED} | {index: intact for index in range(8) if index != 3}, engines=8, restarts=1)

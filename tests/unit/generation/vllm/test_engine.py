@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import pytest
 
 from rlctl.generation.engine import LoadMode
-from rlctl.refit.protocol import Header, Interrupted, LiveProof, PeerLost, ReceiveReport, RefitError, Untouched
+from rlctl.refit.protocol import Header, LiveProof, PeerLost, ReceiveReport, RefitError, RefitInterrupted, Untouched
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeModel, SteppedEngine, answer
 
@@ -121,7 +121,7 @@ def test_what_runs_waits_for_the_version_where_a_refit_lost_a_peer(monkeypatch: 
     one = engine(monkeypatch, model)
     one.submit([turn(0)])
     one.step()
-    with pytest.raises(Interrupted, match="engine-1 died"):
+    with pytest.raises(RefitInterrupted, match="engine-1 died"):
         one.refit_receive(HEADER)
     assert not one._has_work
     # It takes requests meanwhile, and goes on once the version is there.

@@ -1,4 +1,4 @@
-"""The process of one call from Python: `python -m rlctl.cli.call DESCRIPTOR`, with the call as JSON on stdin.
+"""The process of one call from Python: `python -m rlctl.cli.api_process DESCRIPTOR`, with the call as JSON on stdin.
 
 A run changes its process: signals, environment, Ray, and an end at once where Ray's head is lost. So a caller in a
 notebook or in a sweep keeps its own process as it was. Answers go to the descriptor as JSON, a line each:
