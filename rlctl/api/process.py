@@ -120,9 +120,7 @@ class Call:
             answer = json.loads(line)
             if "run" in answer:
                 self.run = Path(answer["run"]).absolute()
-            self.problems += [
-                Problem(where=where, key=key, what=what) for where, key, what in answer.get("problems", [])
-            ]
+            self.problems += [Problem(*texts) for texts in answer.get("problems", [])]
             self.failure = answer.get("failure", self.failure)
             self.results += answer.get("results", [])
             return
