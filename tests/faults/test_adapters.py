@@ -19,7 +19,7 @@ from rlctl.preflight.engines.vllm import VllmOptions
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.faults.runs import Run
-from tests.system.adapters import AdapterSource, adapted, adapter_spec, adapters_of, engine_with, start_adapted
+from tests.system.adapters import AdapterSource, adapter_spec, adapters_of, apply_adapters, engine_with, start_adapted
 from tests.system.engines import greedy, refit_options, sample
 from tests.system.test_adapters import error
 from tests.turns import turn
@@ -94,7 +94,7 @@ def test_a_prefix_of_older_adapters_is_out_of_reach_and_shows_where_it_is_not(
             for version in (1, 2):
                 refit.run([EngineEnd(engine, 1)], version)
                 turns = [turn(version, 0, SHARED, 16, 1.0, version)]
-                with adapted(trainer, spec, adapters_of(spec, version)):
+                with apply_adapters(trainer, spec, adapters_of(spec, version)):
                     gaps.append(error(trainer, turns, sample(engine, turns).unpack()))
             assert gaps[0] < 1.001
             assert gaps[1] < 1.001 if is_salted else gaps[1] > 1.01

@@ -21,24 +21,25 @@ from rlctl.refit.weight_source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import spec_for
 
-RANK, ALPHA = 8, 16.0
+RANK = 8
+ALPHA = 16.0
 
 
-def adapter_spec(folder: Path, rank: int = RANK, wanted: Any = "all") -> AdapterSpec:
-    targets, problems = choose_targets(derive_facts(folder).sizes.linears, wanted)
+def adapter_spec(folder: Path, rank: int = RANK, target_modules: Any = "all") -> AdapterSpec:
+    targets, problems = choose_targets(derive_facts(folder).sizes.linears, target_modules)
     assert targets and not problems
     return AdapterSpec(rank, ALPHA, False, 0.0, targets)
 
 
 def adapters_of(spec: AdapterSpec, version: int) -> dict[str, Tensor]:
     """Return A and B of a version: B is 0 in version 0, and every tensor moves with each version."""
-    found = {}
-    for number, each in enumerate(spec.tensors):
+    values_by_name = {}
+    for number, tensor in enumerate(spec.tensors):
         random = torch.Generator().manual_seed(1000 * version + number)
-        values = torch.randn(each.shape, generator=random) / each.shape[1] ** 0.5
+        values = torch.randn(tensor.shape, generator=random) / tensor.shape[1] ** 0.5
         # B is as after many updates: the adapters' product is a tenth of a weight's, or so.
-        found[each.name] = values if each.is_a else 0.1 * min(version, 1) * values
-    return found
+        values_by_name[tensor.name] = values if tensor.is_a else 0.1 * min(version, 1) * values
+    return values_by_name
 
 
 class AdapterSource(SendsWeights):
@@ -68,24 +69,28 @@ def engine_with(folder: Path, spec: AdapterSpec | None, **changes: Any) -> Engin
 def start_adapted(
     spec: EngineSpec, logs: Path, name: str, worker: str = "rlctl.generation.vllm.worker_extension.RefitWorker"
 ) -> Worker:
-    make, env = partial(make_vllm_engine, spec, worker), environment("cpu", [])
+    make = partial(make_vllm_engine, spec, worker)
+    env = environment("cpu", [])
     # vLLM binds the workers of an engine to a NUMA node each, and this machine may have one.
     env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return Worker(WorkerSpec(name, make, env, str(logs / f"{name}.log"), 4))
 
 
 @contextmanager
-def adapted(model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def apply_adapters(model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Have transformers' model compute with the adapters, in a trainer's order."""
     handles = []
     for target in spec.targets:
-        a, b = tensors[f"{target.name}.lora_A.weight"], tensors[f"{target.name}.lora_B.weight"]
+        lora_a = tensors[f"{target.name}.lora_A.weight"]
+        lora_b = tensors[f"{target.name}.lora_B.weight"]
 
-        def add(module: Any, given: Any, out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
-            found: Tensor = out + given[0] @ a.T @ b.T * spec.scale
-            return found
+        def add_product(
+            module: Any, inputs: Any, base_output: Tensor, a: Tensor = lora_a, b: Tensor = lora_b
+        ) -> Tensor:
+            output: Tensor = base_output + inputs[0] @ a.T @ b.T * spec.scale
+            return output
 
-        handles.append(model.get_submodule(target.name).register_forward_hook(add))
+        handles.append(model.get_submodule(target.name).register_forward_hook(add_product))
     try:
         yield
     finally:

@@ -18,8 +18,8 @@ os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
 def run(task, base_url, api_key):  # type: ignore[no-untyped-def]
     """Run the agent that the row names, as `module:function`."""
     module, _, function = task.row["agent"].partition(":")
-    own = globals() if module == "here" else vars(importlib.import_module(module))
-    return own[function](task, base_url, api_key)
+    agents = globals() if module == "here" else vars(importlib.import_module(module))
+    return agents[function](task, base_url, api_key)
 
 
 async def openai_async(task, base_url, api_key):  # type: ignore[no-untyped-def]
@@ -27,11 +27,9 @@ async def openai_async(task, base_url, api_key):  # type: ignore[no-untyped-def]
     from calculator import TOOLS, use
     from problems import Problems
 
-    client, messages, problems = (
-        _async_client().with_options(base_url=base_url, api_key=api_key),
-        [],
-        Problems(task.row),
-    )
+    client = _async_client().with_options(base_url=base_url, api_key=api_key)
+    messages = []
+    problems = Problems(task.row)
     for prompt in problems.prompts():
         messages.append({"role": "user", "content": prompt})
         while not problems.answered:
@@ -49,7 +47,8 @@ def stopping(task, base_url, api_key):  # type: ignore[no-untyped-def]
     from calculator import CLIENT, TOOLS
     from problems import Problems
 
-    client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), []
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    messages = []
     for prompt in Problems(task.row).prompts():
         messages.append({"role": "user", "content": prompt})
         answer = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, stop=["}}"])
@@ -75,8 +74,8 @@ def mini_swe_agent(task, base_url, api_key):  # type: ignore[no-untyped-def]
         def serialize(self):  # type: ignore[no-untyped-def]
             return {}
 
-    own = {"api_base": base_url, "api_key": api_key}
-    model = LitellmModel(model_name="openai/policy", model_kwargs=own, cost_tracking="ignore_errors")
+    endpoint = {"api_base": base_url, "api_key": api_key}
+    model = LitellmModel(model_name="openai/policy", model_kwargs=endpoint, cost_tracking="ignore_errors")
     templates = {"system_template": "You have bash.", "instance_template": "{{task}}"}
     agent = DefaultAgent(model, Nowhere(), **templates, step_limit=9, max_consecutive_format_errors=0)
     agent.run(next(Problems(task.row).prompts()))

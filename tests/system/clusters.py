@@ -16,23 +16,24 @@ class Clusters:
     """`rlctl cluster` with its state in a folder of the test's. prefix: in front of every command."""
 
     def __init__(self, home: Path, prefix: tuple[str, ...] = (), **environment: str) -> None:
-        self.home, self.prefix = home, prefix
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self.environment = {**kept, "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "80", **environment}
-        self._begun: list[subprocess.Popen[str]] = []
+        self.home = home
+        self.prefix = prefix
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment = {**outside, "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "80", **environment}
+        self._processes: list[subprocess.Popen[str]] = []
 
     def popen(self, *arguments: str, group: str = "cluster") -> "subprocess.Popen[str]":
-        """`rlctl GROUP ARGUMENTS`, in the home of the test."""
+        """Start `rlctl GROUP ARGUMENTS` in the home of the test."""
         command = [*self.prefix, sys.executable, "-m", "rlctl.cli.main", group, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen(  # type: ignore
             command, text=True, env=self.environment, start_new_session=True, cwd=self.home, **pipes
         )
-        self._begun.append(process)
+        self._processes.append(process)
         return process
 
     def run(self, *arguments: str, code: int = 0, within_s: float = 500, group: str = "cluster") -> tuple[str, str]:
-        """(stdout, stderr) of a command that must end with `code`."""
+        """Run a command that must end with `code`; return its stdout and stderr."""
         process = self.popen(*arguments, group=group)
         out, err = process.communicate(timeout=within_s)
         assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
@@ -46,7 +47,7 @@ class Clusters:
         return state
 
     def drive(self, program: str, **environment: str) -> "subprocess.Popen[str]":
-        """A Ray program in a shell that did `eval "$(rlctl cluster env)"`."""
+        """Start a Ray program in a shell that did `eval "$(rlctl cluster env)"`."""
         lines = self.run("env")[0].splitlines()
         exported = dict(line.removeprefix("export ").split("=", 1) for line in lines)
         command = [*self.prefix, sys.executable, "-c", program]
@@ -55,7 +56,7 @@ class Clusters:
 
     def clean(self) -> None:
         """End leftovers of a failed test."""
-        for process in self._begun:
+        for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -65,15 +66,15 @@ class Clusters:
 
 
 def processes_of(folders: list[str]) -> list[int]:
-    """Pids with one of the folders on the command line."""
-    found = []
+    """Return the pids with one of the folders on their command line."""
+    pids = []
     for process in psutil.process_iter():
         try:
             if any(folder in argument for argument in process.cmdline() for folder in folders):
-                found.append(process.pid)
+                pids.append(process.pid)
         except psutil.Error:
             continue
-    return found
+    return pids
 
 
 def gone(folders: list[str], within_s: float = 120) -> bool:

@@ -9,11 +9,12 @@ from rlctl.refit.protocol import Header, SendReport
 from tests.system.engines import FolderSource
 
 
-def drifted(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]:
-    """The weights of a version: version 0's, moved by a step of this version."""
+def drift_weights(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]:
+    """Return the weights of a version: those of version 0, moved by a step that this version seeds."""
     random = torch.Generator().manual_seed(version)
+    scale = 0.05 if version > 0 else 0.0
     steps = {name: torch.randn(tensor.shape, generator=random) for name, tensor in tensors.items()}
-    return {name: tensor + 0.05 * (version > 0) * tensor.std() * steps[name] for name, tensor in tensors.items()}
+    return {name: tensor + scale * tensor.std() * steps[name] for name, tensor in tensors.items()}
 
 
 class DriftingSource(FolderSource):
@@ -24,6 +25,6 @@ class DriftingSource(FolderSource):
         self._first = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def refit_send(self, header: Header) -> SendReport:
-        for name, tensor in drifted(self._first, header.version).items():
+        for name, tensor in drift_weights(self._first, header.version).items():
             self.tensors[name].copy_(tensor)
         return super().refit_send(header)

@@ -101,12 +101,12 @@ def greedy(ids: list[list[int]], tokens: int) -> list[TurnRequest]:
 
 def collect_all(engine: Worker, requests: list[TurnRequest]) -> list[Completion]:
     """Wait for the answers of requests that were submitted; return them in the requests' order."""
-    found: dict[RequestId, Completion] = {}
-    while len(found) < len(requests):
+    completions: dict[RequestId, Completion] = {}
+    while len(completions) < len(requests):
         (finished,) = engine.start(Engine.collect, 60.0).wait(600.0)
         assert finished.ids, "the engine gave nothing for a minute"
-        found |= dict(zip(finished.ids, finished.columns.unpack(), strict=True))
-    return [found[request.id] for request in requests]
+        completions |= dict(zip(finished.ids, finished.columns.unpack(), strict=True))
+    return [completions[request.id] for request in requests]
 
 
 def sample(engine: Worker, requests: list[TurnRequest]) -> PackedCompletions:

@@ -11,4 +11,4 @@ class FoldingWorker(RefitWorker):
 
     def rl_methods(self) -> list[str]:
         modules = self.model_runner.get_model().modules()
-        return sorted({type(each.quant_method).__name__ for each in modules if hasattr(each, "rl_lora_a")})
+        return sorted({type(module.quant_method).__name__ for module in modules if hasattr(module, "rl_lora_a")})

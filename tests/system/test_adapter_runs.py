@@ -33,27 +33,29 @@ WAYS = {
 @pytest.mark.long  # combinations: test_adapters.py has a refit, test_lora.py the trainer
 @pytest.mark.parametrize("way", WAYS)
 def test_two_engines_agree_with_two_trainer_ranks_at_every_step(way: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, "ways", *LORA, *FOUR, *WAYS[way])
+    settings = LORA + FOUR + WAYS[way]
+    run = Run(tmp_path, "ways", *settings)
     assert run.end() == 0, run.text()
     steps = run.steps()
-    assert [each["step"] for each in steps] == [1, 2, 3, 4]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
     # In flight a step trains tokens of older versions: a parity check samples new ones.
-    errors = [each[(PARITY if IN_FLIGHT[0] in WAYS[way] else STEP_MISMATCH).name] for each in steps]
+    metric = PARITY if IN_FLIGHT[0] in WAYS[way] else STEP_MISMATCH
+    errors = [step[metric.name] for step in steps]
     assert max(errors) < 1.001, errors
     # An engine without its proof would have been lost.
     assert not [event for event in run.events() if event["kind"] == "engine_lost"]
-    assert all(each["train/grad_norm"] > 0 and each["refit/seconds"] > 0 for each in steps)
+    assert all(step["train/grad_norm"] > 0 and step["refit/seconds"] > 0 for step in steps)
 
 
 def sft(folder: Path, name: str, *settings: str, resume: bool = False) -> Run:
-    own = () if resume else (*LORA, "lora.dropout=0.2", "sft.num_steps=6", "validation.every=0")
-    return Run(folder, name, *own, *settings, kind="sft", resume=resume)
+    adapters = () if resume else (*LORA, "lora.dropout=0.2", "sft.num_steps=6", "validation.every=0")
+    return Run(folder, name, *adapters, *settings, kind="sft", resume=resume)
 
 
 def result(run: Run) -> tuple[list[Any], bytes]:
-    """Losses and norms of all steps, and the adapter after the last."""
+    """Return the losses and norms of all steps, and the adapter after the last."""
     file = run.path / "checkpoints/step_6/hf/adapter_model.safetensors"
-    return [(each["step"], each["loss/nll"], each["train/grad_norm"]) for each in run.steps()], file.read_bytes()
+    return [(step["step"], step["loss/nll"], step["train/grad_norm"]) for step in run.steps()], file.read_bytes()
 
 
 @pytest.mark.long  # three runs
@@ -66,25 +68,26 @@ def test_with_dropout_a_graph_trains_alike_and_a_killed_run_goes_on_alike(tmp_pa
     assert survivors(hurt.kill()) == []
     hurt = sft(tmp_path, "hurt", resume=True)
     assert hurt.end() == 0, hurt.text()
-    whole = sft(tmp_path, "whole")
-    assert whole.end() == 0, whole.text()
-    assert result(hurt) == result(whole)
-    assert result(graph) == result(whole)
+    unhurt = sft(tmp_path, "whole")
+    assert unhurt.end() == 0, unhurt.text()
+    assert result(hurt) == result(unhurt)
+    assert result(graph) == result(unhurt)
 
 
 @pytest.mark.long  # two hundred steps
 @pytest.mark.timeout(1500)
 def test_memory_is_flat_over_two_hundred_steps(tmp_path: Path) -> None:
     small = ("grpo.num_steps=205", "grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2")
-    own = ("lora.rank=64", "validation.every=0", "generation.max_new_tokens=4")
-    run = Run(tmp_path, "flat", *LORA, *own, *small)
+    adapters = ("lora.rank=64", "validation.every=0", "generation.max_new_tokens=4")
+    settings = LORA + adapters + small
+    run = Run(tmp_path, "flat", *settings)
     processes = {name: psutil.Process(pid) for name, pid in run.wait_for_event("processes").items() if "-0" in name}
-    held: list[dict[str, int]] = []
+    memory: list[dict[str, int]] = []
     for step in (20, 200):
         run.wait_for_step(step)
-        held.append({name: process.memory_info().rss for name, process in processes.items()})
+        memory.append({name: process.memory_info().rss for name, process in processes.items()})
     assert run.end() == 0, run.text()
-    grown = {name: (held[1][name] - held[0][name]) / 2**20 for name in held[0]}
+    grown = {name: (memory[1][name] - memory[0][name]) / 2**20 for name in memory[0]}
     assert {"trainer-0", "engine-0"} <= grown.keys()
     # A version more at each step would be 270 MiB: one has 393,216 numbers of 4 bytes.
-    assert max(grown.values()) < 24, (held, grown)
+    assert max(grown.values()) < 24, (memory, grown)

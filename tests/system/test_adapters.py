@@ -19,9 +19,9 @@ from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.adapters import (
     AdapterSource,
-    adapted,
     adapter_spec,
     adapters_of,
+    apply_adapters,
     engine_with,
     log_probs,
     start_adapted,
@@ -47,7 +47,7 @@ def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
     family: str, ray_here: Path, tmp_path: Path
 ) -> None:
     folder = make_family(tmp_path / "m", family)
-    spec = adapter_spec(folder, wanted="attention" if family == "qwen3_moe" else "all")
+    spec = adapter_spec(folder, target_modules="attention" if family == "qwen3_moe" else "all")
     # Running requests compute their keys and values again, so that each token is one version's own.
     engine = start_adapted(engine_with(folder, spec, recompute_kv_cache=True), ray_here, f"adapted-{family}")
     source = WorkerGroup([WorkerSpec("source", partial(AdapterSource, spec))], DEADLINE)
@@ -72,11 +72,12 @@ def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
             answers = collect_all(engine, running) if running else []
             if running:
                 assert_each_token_is_of_its_version(model, spec, running, answers)
-            made = requests(12, 1 + version)
-            found = sample(engine, made).unpack()
-            assert {int(v) for row in found for v in row.versions} == {version}
-            with adapted(model, spec, adapters_of(spec, version)):
-                assert error(model, made, found) < 1.001
+            new_requests = requests(12, 1 + version)
+            completions = sample(engine, new_requests).unpack()
+            for completion in completions:
+                assert {*completion.versions.tolist()} == {version}
+            with apply_adapters(model, spec, adapters_of(spec, version)):
+                assert error(model, new_requests, completions) < 1.001
             now = scores(engine, requests(12, 99, 0.0))
             assert version == 0 or not np.array_equal(now, last)
             last = now
@@ -85,27 +86,34 @@ def test_an_engine_samples_as_the_trainer_after_each_of_twenty_syncs(
         engine.kill()
 
 
-def scores(engine: Worker, given: list[TurnRequest]) -> np.ndarray:
-    return sample(engine, given).log_probs
+def scores(engine: Worker, turn_requests: list[TurnRequest]) -> np.ndarray:
+    return sample(engine, turn_requests).log_probs
 
 
-def error(model: Any, given: list[TurnRequest], found: list[Completion]) -> float:
-    theirs = [one.log_probs for one in found]
-    ours = [log_probs(model, request.prompt_tokens, one.tokens.tolist()) for request, one in zip(given, found)]
-    return mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in theirs]).token_mult_prob_error
+def error(model: Any, turn_requests: list[TurnRequest], completions: list[Completion]) -> float:
+    sampled_log_probs = [completion.log_probs for completion in completions]
+    expected_log_probs = [
+        log_probs(model, request.prompt_tokens, completion.tokens.tolist())
+        for request, completion in zip(turn_requests, completions)
+    ]
+    masks = [np.ones(len(row), np.bool_) for row in sampled_log_probs]
+    return mismatch(sampled_log_probs, expected_log_probs, masks).token_mult_prob_error
 
 
 def assert_each_token_is_of_its_version(
-    model: Any, spec: AdapterSpec, given: list[TurnRequest], found: list[Completion]
+    model: Any, spec: AdapterSpec, turn_requests: list[TurnRequest], completions: list[Completion]
 ) -> None:
-    theirs, ours = list[np.ndarray](), list[np.ndarray]()
-    for request, one in zip(given, found):
-        for version in np.unique(one.versions):
-            with adapted(model, spec, adapters_of(spec, max(0, int(version)))):
-                expected = log_probs(model, request.prompt_tokens, one.tokens.tolist())
-            theirs.append(one.log_probs[one.versions == version])
-            ours.append(expected[one.versions == version])
-    gap = mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in ours])
+    sampled_log_probs = list[np.ndarray]()
+    expected_log_probs = list[np.ndarray]()
+    for request, completion in zip(turn_requests, completions):
+        for version in np.unique(completion.versions):
+            with apply_adapters(model, spec, adapters_of(spec, max(0, int(version)))):
+                expected = log_probs(model, request.prompt_tokens, completion.tokens.tolist())
+            is_of_version = completion.versions == version
+            sampled_log_probs.append(completion.log_probs[is_of_version])
+            expected_log_probs.append(expected[is_of_version])
+    masks = [np.ones(len(row), np.bool_) for row in expected_log_probs]
+    gap = mismatch(sampled_log_probs, expected_log_probs, masks)
     assert gap.token_mult_prob_error < 1.001
     # A token of another version would differ by far more.
     assert gap.max_abs_diff < 0.01
@@ -122,13 +130,14 @@ def test_a_folded_into_its_layers_weight_as_on_a_gpu_samples_as_the_trainer(ray_
         source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
         assert engine.start(VllmEngine.rpc, "rl_methods").wait(DEADLINE)[0] == [["FoldedMethod"]]
-        refit, end = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)), EngineEnd(engine, 1)
+        refit = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True))
+        end = EngineEnd(engine, 1)
         refit.open([end])
         for version in range(3):
             refit.run([end], version)
-            made = requests(12, 1 + version)
-            with adapted(model, spec, adapters_of(spec, version)):
-                assert error(model, made, sample(engine, made).unpack()) < 1.001
+            new_requests = requests(12, 1 + version)
+            with apply_adapters(model, spec, adapters_of(spec, version)):
+                assert error(model, new_requests, sample(engine, new_requests).unpack()) < 1.001
     finally:
         source.kill()
         engine.kill()
@@ -151,10 +160,10 @@ def test_two_tensor_parallel_workers_sample_as_the_trainer(family: str, ray_here
         refit.open([end])
         for version in range(4):
             refit.run([end], version)
-            made = requests(12, 1 + version)
-            found = sample(engine, made).unpack()
-            with adapted(model, spec, adapters_of(spec, version)):
-                assert error(model, made, found) < 1.001
+            new_requests = requests(12, 1 + version)
+            completions = sample(engine, new_requests).unpack()
+            with apply_adapters(model, spec, adapters_of(spec, version)):
+                assert error(model, new_requests, completions) < 1.001
     finally:
         source.kill()
         engine.kill()
@@ -169,17 +178,18 @@ def test_memory_is_flat_over_two_hundred_syncs(ray_here: Path, tmp_path: Path) -
     try:
         source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
-        refit, end = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True)), EngineEnd(engine, 1)
+        refit = Refit(source, refit_options("shm", tmp_path / "shm", adapters=True))
+        end = EngineEnd(engine, 1)
         refit.open([end])
-        held = []
+        memory = []
         for version in range(220):
             refit.run([end], version)
             if version % 20 == 0:
                 sample(engine, requests(12, version))
             if version in (20, 219):
-                held.append(engine.start(Engine.memory).wait(DEADLINE)[0]["host_rss"])
+                memory.append(engine.start(Engine.memory).wait(DEADLINE)[0]["host_rss"])
         # The adapters are 0.4 MB: one more a sync would be 80.
-        assert held[1] - held[0] < 8 << 20
+        assert memory[1] - memory[0] < 8 << 20
     finally:
         source.kill()
         engine.kill()

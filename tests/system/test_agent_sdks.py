@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ from tests.system import agent_clients
 from tests.system.engines import SEAT, refit_options, spec_for
 from tests.system.test_parity_check import DEADLINE, MakeTrainer
 
-SESSIONS, TURNS, TURN = 8, 8, 40
+SESSIONS = 8
+TURNS = 8
+TURN = 40
 # Positions: the system prompts of smolagents have thousands of tokens.
 LENGTH = 32768
 # Agent -> the package that it needs, and True if its client only appends.
@@ -75,14 +78,15 @@ class Stage:
         row = {"agent": agent, "expressions": EXPRESSIONS}
         tasks = [Task(f"{agent} {number}", [], "", None, row) for number in range(SESSIONS)]
         sampling = Sampling("train", 0, SESSIONS, 1, TURN, 1.0)
-        return [one for group in self.dispatcher.sample(self.runner, sampling, tasks, 0) for one in group.rollouts]
+        groups = self.dispatcher.sample(self.runner, sampling, tasks, 0)
+        return list(chain.from_iterable(group.rollouts for group in groups))
 
 
 @pytest.fixture(scope="module")
 def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Return the shipped tiny chat model, with more positions, at the start of a run of the recipe."""
-    made = tmp_path_factory.mktemp("sdks")
-    folder = made / "model"
+    root = tmp_path_factory.mktemp("sdks")
+    folder = root / "model"
     shutil.copytree(RECIPES / "tiny/qwen3-games", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LENGTH}))
@@ -94,35 +98,35 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with ExitStack() as stack:
         agents = stack.enter_context(EnvironmentPool({"agent": spec}, 6144, 1))
         agents.give_chat(ChatSpec.from_chat(chat), "hermes")
-        workers = WorkerGroup([WorkerSpec("trainer-0", MakeTrainer(run.trainer, folder, made / "store"))], DEADLINE)
+        workers = WorkerGroup([WorkerSpec("trainer-0", MakeTrainer(run.trainer, folder, root / "store"))], DEADLINE)
         pool = GeneratorPool(engine, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
         for part in (pool, workers):
             stack.callback(part.kill)
         workers.built().wait(DEADLINE)
         pool.wait_until_built()
-        pool.connect(Refit(workers, refit_options("shm", made)))
+        pool.connect(Refit(workers, refit_options("shm", root)))
         pool.sync(0)
         dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None, agents.events)
         stack.callback(dispatcher.close)
-        sampled = watched(dispatcher)
+        sampled = record_samples(dispatcher)
         limits = EpisodeLimits(TURNS, LENGTH, 600.0, 0, "keep")
         runner = RolloutRunner(AgentPlayer(agents, chat, limits), dispatcher)
         stack.callback(runner.close)
         yield Stage(chat, TrainerGroup(workers, run.trainer), dispatcher, runner, sampled)
 
 
-def watched(dispatcher: RolloutDispatcher) -> dict[RolloutId, list[tuple[TurnRequest, Completion]]]:
-    """Return what each rollout samples from now on."""
-    found: dict[RolloutId, list[tuple[TurnRequest, Completion]]] = defaultdict(list)
+def record_samples(dispatcher: RolloutDispatcher) -> dict[RolloutId, list[tuple[TurnRequest, Completion]]]:
+    """Return the turns of each rollout, which grow from now on: requests with their completions."""
+    sampled: dict[RolloutId, list[tuple[TurnRequest, Completion]]] = defaultdict(list)
     sample: Any = dispatcher.sample_turn
 
-    async def watching(request: TurnRequest, **more: Any) -> Completion:
-        completion: Completion = await sample(request, **more)
-        found[request.id.rollout].append((request, completion))
+    async def sample_and_record(request: TurnRequest, **options: Any) -> Completion:
+        completion: Completion = await sample(request, **options)
+        sampled[request.id.rollout].append((request, completion))
         return completion
 
-    dispatcher.sample_turn = watching  # type: ignore[method-assign]
-    return found
+    dispatcher.sample_turn = sample_and_record  # type: ignore[method-assign]
+    return sampled
 
 
 @pytest.mark.long  # an engine, a trainer, and SDKs that take seconds to import
@@ -132,27 +136,32 @@ def test_what_was_sampled_trains_and_the_trainer_agrees(agent: str, stage: Stage
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install -e '.[agents-test]'")
     rollouts = stage.play(agent)
-    assert [one.episode and (one.episode.failure, one.episode.turns) for one in rollouts] == [(None, TURNS)] * SESSIONS
-    for one in rollouts:
-        trained = sorted(
-            tuple(row.tokens[row.turns == turn].tolist())
-            for row in one.rows
-            for turn in {*row.turns[row.sampled].tolist()}
-        )
-        assert trained == sorted(tuple(completion.tokens.tolist()) for _, completion in stage.sampled[one.id])
+    assert len(rollouts) == SESSIONS
+    samples = []
+    for rollout in rollouts:
+        assert rollout.episode
+        assert (rollout.episode.failure, rollout.episode.turns) == (None, TURNS)
+        trained = []
+        for row in rollout.rows:
+            samples.append(training_sample(row, 0.0))
+            turns = {*row.turns[row.sampled].tolist()}
+            trained += [tuple(row.tokens[row.turns == turn].tolist()) for turn in turns]
+        sampled = [tuple(completion.tokens.tolist()) for _, completion in stage.sampled[rollout.id]]
+        assert sorted(trained) == sorted(sampled)
         if appends:
-            assert len(one.rows) == 1, one.episode and one.episode.rewritten
-    samples = [training_sample(row, 0.0) for one in rollouts for row in one.rows]
-    theirs = [sample.columns["rollout_log_prob"] for sample in samples]
-    gap = mismatch(theirs, stage.trainer.log_probs(samples), [sample.mask for sample in samples])
-    assert gap.tokens == sum(one.num_sampled for one in rollouts) and gap.token_mult_prob_error < 1.001
+            assert len(rollout.rows) == 1, rollout.episode.rewritten
+    log_probs_of_engine = [sample.columns["rollout_log_prob"] for sample in samples]
+    gap = mismatch(log_probs_of_engine, stage.trainer.log_probs(samples), [sample.mask for sample in samples])
+    assert gap.tokens == sum(rollout.num_sampled for rollout in rollouts) and gap.token_mult_prob_error < 1.001
 
 
 @pytest.mark.long  # the engine and the trainer of the test above
 def test_the_engine_ends_a_turn_at_a_stop(stage: Stage) -> None:
     (stop,) = stage.chat.encode("}}")
     rollouts = stage.play("here:stopping")
-    turns = [completion for one in rollouts for _, completion in stage.sampled[one.id]]
-    ended = [each for each in turns if stop in each.tokens]
-    assert ended and len(turns) == SESSIONS * TURNS
-    assert all(each.tokens.tolist().index(stop) == len(each.tokens) - 1 and each.finish == "stop" for each in ended)
+    turns = list(chain.from_iterable(stage.sampled[rollout.id] for rollout in rollouts))
+    stopped = [completion for _, completion in turns if stop in completion.tokens]
+    assert stopped and len(turns) == SESSIONS * TURNS
+    for completion in stopped:
+        assert completion.tokens.tolist().index(stop) == len(completion.tokens) - 1
+        assert completion.finish == "stop"

@@ -29,14 +29,14 @@ def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (RECIPE, "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}", "validation.every=0")
-    whole = Run(tmp_path, "whole", *settings)
-    assert whole.end() == 0, whole.text()
+    unhurt = Run(tmp_path, "whole", *settings)
+    assert unhurt.end() == 0, unhurt.text()
     killed = Run(tmp_path, "killed", *settings)
     killed.wait_for_step(2)
     killed.kill()
     resumed = Run(tmp_path, "killed", resume=True)
     assert resumed.end() == 0, resumed.text()
-    check_same_runs(resumed, whole, 3)
+    check_same_runs(resumed, unhurt, 3)
 
 
 @pytest.mark.long
@@ -46,8 +46,8 @@ def test_an_agent_is_evaluated_on_held_out_tasks(tmp_path: Path, as_command: boo
     command = shlex.join([sys.executable, str(RECIPES / "agents/command_line.py")])
     agent = f"agent: {{name: null, command: {json.dumps(command)}}}\n" if as_command else ""
     recipe.write_text(f"defaults: {RECIPE}\n{agent}validation: {{max_prompts: 12, temperature: 1.0}}\n")
-    (found,) = evaluate(str(RECIPES / "tiny/qwen3-games"), str(recipe), cwd=tmp_path)
-    metrics = found["figures"]["metrics"]
+    (evaluation,) = evaluate(str(RECIPES / "tiny/qwen3-games"), str(recipe), cwd=tmp_path)
+    metrics = evaluation["figures"]["metrics"]
     assert (metrics["validation/failed_episodes"], metrics["validation/prompts"]) == (0, 12)
     assert metrics["validation/turns"] > 1 and metrics["validation/accuracy"] < 0.5
 

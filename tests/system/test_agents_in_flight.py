@@ -34,11 +34,14 @@ from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
-from tests.system.test_agent_sdks import watched
+from tests.system.test_agent_sdks import record_samples
 from tests.system.test_in_flight import DEADLINE, Models, spans, with_kept_keys
 from tests.waiting import until
 
-SESSIONS, SHORT, STREAMED, POSITIONS = 4, 20, 3000, 4096
+SESSIONS = 4
+SHORT = 20
+STREAMED = 3000
+POSITIONS = 4096
 AGENT = f"""
 import json, pathlib, time
 from urllib.request import Request, urlopen
@@ -90,10 +93,10 @@ class Scene:
 
 
 @contextmanager
-def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
+def scene(folder: Path, logs: Path, root: Path) -> Iterator[Scene]:
     chat = Chat(load_tokenizer(str(folder)), (folder / "chat_template.jinja").read_text(), None, folder)
-    (made / "agent.py").write_text(AGENT)
-    spec = EnvironmentSpec(f"{made}/agent.py:run", DEADLINE, agent=AgentSpec())
+    (root / "agent.py").write_text(AGENT)
+    spec = EnvironmentSpec(f"{root}/agent.py:run", DEADLINE, agent=AgentSpec())
     # No turn ends by itself: as many tokens are sampled as were asked for.
     engine = replace(spec_for(folder, POSITIONS), forced_lengths=ForcedLengths(1e6, 0.001), kv_cache_mib=256)
     run = load("grpo", "calculator-agent-tiny", ["run.name=null"]).settled.config.run
@@ -106,59 +109,60 @@ def scene(folder: Path, logs: Path, made: Path) -> Iterator[Scene]:
         stack.callback(pool.kill)
         source.built().wait(DEADLINE)
         pool.wait_until_built()
-        pool.connect(Refit(source, refit_options("shm", made, in_flight=True)))
+        pool.connect(Refit(source, refit_options("shm", root, in_flight=True)))
         pool.sync(0)
         dispatcher = RolloutDispatcher(pool, run, lambda *_, **__: None, agents.events)
         stack.callback(dispatcher.close)
         limits = EpisodeLimits(3, POSITIONS, DEADLINE, 0, "keep")
         runner = RolloutRunner(AgentPlayer(agents, chat, limits), dispatcher)
         stack.callback(runner.close)
-        yield Scene(pool, dispatcher, runner, watched(dispatcher), [])
+        yield Scene(pool, dispatcher, runner, record_samples(dispatcher), [])
 
 
 @pytest.mark.long  # an engine
 def test_weights_change_between_requests_and_in_the_middle_of_a_stream(ray_here: Path, tmp_path: Path) -> None:
     folder = float32_model(tmp_path / "model")
-    with scene(folder, ray_here, tmp_path) as own:
+    with scene(folder, ray_here, tmp_path) as play:
         tasks = [Task(f"r{number}", [], "", None, {"here": str(tmp_path)}) for number in range(SESSIONS)]
         starts = [
             RolloutStart(RolloutId("train", task.id, number, 0), task, STREAMED, 1.0, number, 0)
             for number, task in enumerate(tasks)
         ]
-        own.runner.events.ask(lambda: own.runner.begin(starts, own.ended.append))
+        play.runner.events.ask(lambda: play.runner.begin(starts, play.ended.append))
         version = 0
         for turn in range(3):
             if turn == 1:
                 # In the middle of a stream, three times; then between it and the next turn.
-                until(lambda: (own.check(), own.dispatcher.stats()[0].tokens > SESSIONS * SHORT)[1])
+                until(lambda: (play.check(), play.dispatcher.stats()[0].tokens > SESSIONS * SHORT)[1])
                 for version in range(2, 5):
-                    own.pool.sync(version)
-            until(lambda turn=turn: (own.check(), _have(tmp_path, turn))[1])
+                    play.pool.sync(version)
+            until(lambda turn=turn: (play.check(), _all_have_ended(turn, tmp_path))[1])
             version += 1
-            own.pool.sync(version)
+            play.pool.sync(version)
             (tmp_path / f"after-{turn}").touch()
-        until(lambda: (own.check(), len(own.ended) == SESSIONS)[1])
+        until(lambda: (play.check(), len(play.ended) == SESSIONS)[1])
     models = Models(folder)
-    for rollout in own.ended:
-        completions = [completion for _, completion in own.sampled[rollout.id]]
-        first, streamed, last = ([version for *_, version in spans(each)] for each in completions)
-        assert (first, streamed, last) == ([0], [1, 2, 3, 4], [5])
+    for rollout in play.ended:
+        completions = [completion for _, completion in play.sampled[rollout.id]]
+        versions = [[version for _, _, version in spans(completion)] for completion in completions]
+        # The streamed turn is the second of three.
+        assert versions == [[0], [1, 2, 3, 4], [5]]
         assert rollout.episode and rollout.episode.failure is None
         assert rollout.episode.reward is not None and rollout.episode.reward >= 1, "the stream had begun"
         (row,) = rollout.rows
         for name, column in (("tokens", row.tokens), ("versions", row.versions), ("log_probs", row.log_probs)):
-            assert np.array_equal(column[row.sampled], np.concatenate([getattr(each, name) for each in completions]))
-        for request, completion in own.sampled[rollout.id]:
+            assert np.array_equal(column[row.sampled], np.concatenate([getattr(turn, name) for turn in completions]))
+        for request, completion in play.sampled[rollout.id]:
             expected = with_kept_keys(models, list(request.prompt_tokens), completion)
             assert np.abs(expected - completion.log_probs).max() < 5e-5
 
 
-def _have(here: Path, turn: int) -> bool:
-    return len(list(here.glob(f"r*-{turn}"))) == SESSIONS
+def _all_have_ended(turn: int, folder: Path) -> bool:
+    return len(list(folder.glob(f"r*-{turn}"))) == SESSIONS
 
 
 def float32_model(folder: Path) -> Path:
-    """The shipped tiny chat model in float32, with more positions."""
+    """Save the shipped tiny chat model in float32, with more positions."""
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(RECIPES / "tiny/qwen3-games", folder)

@@ -15,15 +15,15 @@ def test_two_algorithms_are_compared_by_held_out_accuracy(tmp_path: Path) -> Non
     short = ("--seeds", "1", "--steps", "2", "--target", "0.4", "--set", "data.validation.limit=32")
     command = [sys.executable, "-m", "rlctl.cli.main", "bench", "algorithms", "grpo", "rloo", *short, "--json"]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([*command, "--plot", str(plot)], capture_output=True, text=True, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["name"] for row in found["rows"]] == ["grpo", "rloo"]
-    for row in found["rows"]:
+    process = subprocess.run([*command, "--plot", str(plot)], capture_output=True, text=True, env=env, timeout=600)
+    assert process.returncode == 0, process.stderr
+    report = json.loads(process.stdout)
+    assert [row["name"] for row in report["rows"]] == ["grpo", "rloo"]
+    for row in report["rows"]:
         (run,) = row["runs"]
         assert (run["steps"], run["rollouts"]) == ([0, 2], [0, 2 * 64 * 8])
         assert run["seconds"][0] == 0 < run["seconds"][1]
         assert row["to_target"] == {"reached": 1, "rollouts": 0, "seconds": 0}
-    assert "rloo, seed 0 (run 2 of 2): step 2, accuracy" in done.stderr
+    assert "rloo, seed 0 (run 2 of 2): step 2, accuracy" in process.stderr
     assert "rloo" in plot.read_text()
     assert list(tmp_path.glob("rlctl-*")) == []

@@ -51,11 +51,11 @@ def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_me
     folder = make_model(tmp_path / "model")
     result = bench("--model", str(folder), "--rounds", "300", "--updates", "1", "--json")
     assert result.returncode == 0, result.stderr
-    found = rows(result)
-    ours = {label: row for label, row in found.items() if label.startswith("rlctl")}
-    assert [*found] == ["memcpy", *ours]
-    assert [*ours] == [f"rlctl shm, staged, 2 buffers, checks {checks}" for checks in ("all", "off")]
-    for row in ours.values():
+    rows_by_label = rows(result)
+    labels = [f"rlctl shm, staged, 2 buffers, checks {checks}" for checks in ("all", "off")]
+    assert [*rows_by_label] == ["memcpy", *labels]
+    for label in labels:
+        row = rows_by_label[label]
         assert row["checked"] and row["wrong"] == []
         assert row["trainer_growth"] < 16 * MIB
         assert row["engine_growth"] < 16 * MIB
@@ -73,9 +73,9 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         weights = list(Path("/dev/shm").glob("rlctl-bench-*"))
         family = psutil.Process(running.pid).children(recursive=True)
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=100)
-    assert running.returncode == 130, said
-    assert said.splitlines()[-1] == "interrupted"
+        _, err = running.communicate(timeout=100)
+    assert running.returncode == 130, err
+    assert err.splitlines()[-1] == "interrupted"
     assert len(family) > 2 and survivors(family) == []
     assert list(tmp_path.glob("rlctl-*")) == []
     assert weights and not any(folder.exists() for folder in weights)
@@ -87,11 +87,12 @@ def test_a_thousand_refits_from_two_ranks_deliver_every_bit_and_leave_memory_as_
     many = ("--rounds", "1000", "--updates", "1", "--trainers", "2", "--checksum", "all")
     result = bench("--model", str(folder), *many, "--transport", "shm,broadcast", "--json")
     assert result.returncode == 0, result.stderr
-    found = rows(result)
-    ours = ["rlctl shm, staged, 2 buffers, checks all", "rlctl broadcast, staged, 2 buffers, checks all"]
-    assert [*found] == ["memcpy", *ours]
-    assert all(row["wrong"] == [] and row["seconds"] > 0 for row in found.values())
-    for row in (found[label] for label in ours):
+    rows_by_label = rows(result)
+    labels = ["rlctl shm, staged, 2 buffers, checks all", "rlctl broadcast, staged, 2 buffers, checks all"]
+    assert [*rows_by_label] == ["memcpy", *labels]
+    assert all(row["wrong"] == [] and row["seconds"] > 0 for row in rows_by_label.values())
+    for label in labels:
+        row = rows_by_label[label]
         assert row["checked"] and row["stall"] >= 0
         assert row["trainer_growth"] < 16 * MIB
         assert row["engine_growth"] < 16 * MIB

@@ -18,15 +18,16 @@ print(ray.get(ray.remote(lambda: 6 * 7).remote()))
 """
 
 
-def clock_set(folder: Path, by_s: int) -> tuple[str, ...]:
+def prefix_with_clock(folder: Path, by_s: int) -> tuple[str, ...]:
     """Return a prefix for a command: it sees the boot time that the kernel gives after its clock was set."""
     text = Path("/proc/stat").read_text()
     then = int(text.partition("btime ")[2].split()[0])
     (folder / "stat").write_text(text.replace(f"btime {then}", f"btime {then + by_s}"))
     mounted = f'mount --bind {folder / "stat"} /proc/stat && exec "$0" "$@"'
-    found = ("unshare", "--map-root-user", "--mount", "sh", "-c", mounted)
+    prefix = ("unshare", "--map-root-user", "--mount", "sh", "-c", mounted)
+    trial = subprocess.run([*prefix, "true"], check=False, stderr=subprocess.DEVNULL)
     # Where no user namespace may be made, nothing is set.
-    return found if subprocess.run([*found, "true"], check=False, stderr=subprocess.DEVNULL).returncode == 0 else ()
+    return prefix if trial.returncode == 0 else ()
 
 
 @pytest.mark.timeout(600)
@@ -46,21 +47,21 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     refused = clusters.drive(PROGRAM, RAY_AUTH_TOKEN_PATH=str(stranger), RAY_NUM_REDIS_GET_RETRIES="2")
     friend = clusters.drive(PROGRAM)
     # In a machine whose clock was set by three seconds since: the cluster is healthy all the same.
-    clusters.prefix = clock_set(tmp_path, 3)
+    clusters.prefix = prefix_with_clock(tmp_path, 3)
     assert "local is up already: 1 node" in clusters.run("up")[0]
     clusters.prefix = ()
     assert clusters.state() == state
-    seen = json.loads(clusters.run("status", "--json")[0])
-    assert seen["condition"] == "up"
-    (node,) = seen["nodes"]
+    status = json.loads(clusters.run("status", "--json")[0])
+    assert status["condition"] == "up"
+    (node,) = status["nodes"]
     assert (node["condition"], node["resources"]["CPU"]) == ("up", 2)
     assert {address for address, _, _ in node["listening"]} == {"127.0.0.1"}
-    assert token not in json.dumps(seen)
+    assert token not in json.dumps(status)
     began = time.monotonic()
-    shown = clusters.run("status")[0]
+    text = clusters.run("status")[0]
     answered_s = time.monotonic() - began
-    assert "everything listens on loopback alone" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    assert "everything listens on loopback alone" in text
+    assert max(map(len, text.splitlines())) <= 80
     listed = clusters.run("list")[0].splitlines()
     assert listed[1].split()[:4] == ["local", "local", "up", "1"]
     assert "head start.log | " in clusters.run("logs", "--node", "head")[0]
@@ -78,8 +79,8 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
 
     path = clusters.folder() / "token"
     path.chmod(0o644)
-    said = f"error: token {path} is open to other users: chmod 600 it, or restart it: rlctl cluster down local"
-    assert clusters.run("env", code=1)[1].startswith(said)
+    message = f"error: token {path} is open to other users: chmod 600 it, or restart it: rlctl cluster down local"
+    assert clusters.run("env", code=1)[1].startswith(message)
     path.rename(tmp_path / "hidden")
     assert f"error: token {path} cannot be read: No such file" in clusters.run("env", code=1)[1]
     (tmp_path / "hidden").rename(path)
@@ -100,9 +101,10 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_several_nodes_on_this_machine(clusters: Clusters) -> None:
     clusters.run("up", "local", "nodes=3", "num_cpus=1", "name=three")
-    seen = json.loads(clusters.run("status", "--json")[0])
-    assert [node["condition"] for node in seen["nodes"]] == ["up"] * 3
-    assert {address for node in seen["nodes"] for address, _, _ in node["listening"]} == {"127.0.0.1"}
+    status = json.loads(clusters.run("status", "--json")[0])
+    assert [node["condition"] for node in status["nodes"]] == ["up"] * 3
+    for node in status["nodes"]:
+        assert {address for address, _, _ in node["listening"]} == {"127.0.0.1"}
     folders = [node["folder"] for node in clusters.state("three")["nodes"]]
     clusters.run("down", "three")
     assert gone(folders)

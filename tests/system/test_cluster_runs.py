@@ -4,9 +4,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,10 +29,10 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in read(run / "metrics.jsonl") if record["kind"] == "step"]
 
 
-def wait_for(seen: Any, what: str, within_s: float = 240) -> None:
+def wait_for(has_come: Callable[[], object], awaited: str, within_s: float = 240) -> None:
     end = time.monotonic() + within_s
-    while not seen():
-        assert time.monotonic() < end, f"no {what} within {within_s:g} s"
+    while not has_come():
+        assert time.monotonic() < end, f"no {awaited} within {within_s:g} s"
         time.sleep(0.1)
 
 
@@ -61,8 +60,8 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert steps(run) == [1, 2]
     opened = [event for event in read(run / "events.jsonl") if event["kind"] == "refit_opened"]
     assert [(event["transport"], len(event["engines"])) for event in opened] == [("broadcast", 2)]
-    shown = json.loads(clusters.run("list", "--json", group="runs")[0])
-    assert [(each["name"], each["status"]) for each in shown] == [(run.name, "done")]
+    listed_runs = json.loads(clusters.run("list", "--json", group="runs")[0])
+    assert [(listed["name"], listed["status"]) for listed in listed_runs] == [(run.name, "done")]
     # Reserved resources are free again, and no secret stands anywhere.
     seen = json.loads(clusters.run("status", "--json")[0])
     assert [node["free"]["CPU"] for node in seen["nodes"]] == [2, 2]
@@ -108,7 +107,8 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
     assert "mine  running" in status
     # A second one has no room, and waits.
     command = ("grpo", "--cluster", "local", "--wait", "run.name=next", "grpo.num_steps=1", *SMALL)
-    waiting, events = clusters.popen(*command, group="train"), run.parent / "next" / "events.jsonl"
+    waiting = clusters.popen(*command, group="train")
+    events = run.parent / "next" / "events.jsonl"
     wait_for(lambda: any("waiting for room" in str(event.get("what")) for event in read(events)), "wait")
 
     assert "mine ends after its step" in clusters.run("stop", "mine", group="runs")[0]

@@ -43,7 +43,9 @@ try:
 except Exception as error:
     print("refused:", error)
 """
-SSH_PORT, DASHBOARD, CLIENT_SERVER = 22, 8265, 10001
+SSH_PORT = 22
+DASHBOARD = 8265
+CLIENT_SERVER = 10001
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
@@ -60,15 +62,15 @@ def clusters(hosts: SshHosts, tmp_path: Path) -> Iterator[Clusters]:
     clusters.clean()
 
 
-def brought_up(clusters: Clusters, hosts: SshHosts, *more: str) -> str:
-    """A cluster of the first host alone; the lines that `up` said on the way."""
+def bring_up(clusters: Clusters, hosts: SshHosts, *settings: str) -> str:
+    """Bring up a cluster of the first host alone. Return the lines of `up`."""
     overrides = [f"python={sys.executable}", f"ssh_options=[-F, {hosts.config}]", "object_store_mib=100", "num_cpus=1"]
-    _, err = clusters.run("up", "ssh", f"hosts=[{hosts.names[0]}]", *overrides, *more, within_s=500)
+    _, err = clusters.run("up", "ssh", f"hosts=[{hosts.names[0]}]", *overrides, *settings, within_s=500)
     return err
 
 
 def run_on(clusters: Clusters, hosts: SshHosts, index: int, *command: str, **environment: str) -> str:
-    """Output of a Python program there."""
+    """Return the output of a Python program on a host."""
     done = subprocess.run(
         [*hosts.inside(index), sys.executable, *command],
         env={**clusters.environment, **environment},
@@ -83,13 +85,13 @@ def run_on(clusters: Clusters, hosts: SshHosts, index: int, *command: str, **env
 def seen_by_a_stranger(clusters: Clusters, hosts: SshHosts, tmp_path: Path) -> dict[str, Any]:
     home = tmp_path / "stranger"
     home.mkdir()
-    said = run_on(clusters, hosts, 1, str(STRANGER), hosts.addresses[0], str(home))
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
-    return found
+    out = run_on(clusters, hosts, 1, str(STRANGER), hosts.addresses[0], str(home))
+    report: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return report
 
 
-def listed(clusters: Clusters) -> dict[int, str]:
-    """Ports that `status` says other machines reach, with their processes."""
+def list_reachable_ports(clusters: Clusters) -> dict[int, str]:
+    """Return the ports that `status` lists as open to other machines, with their processes."""
     (node,) = json.loads(clusters.run("status", "--json")[0])["nodes"]
     return {port: process for address, port, process in node["listening"] if not address.startswith("127.")}
 
@@ -97,24 +99,28 @@ def listed(clusters: Clusters) -> dict[int, str]:
 def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     clusters: Clusters, hosts: SshHosts, tmp_path: Path
 ) -> None:
-    err = brought_up(clusters, hosts)
+    err = bring_up(clusters, hosts)
     assert "all interfaces" not in err
     (node,) = clusters.state("ssh")["nodes"]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{node['folder']}/token"}
     head = f"{hosts.addresses[0]}:6379"
     assert run_on(clusters, hosts, 0, "-c", ACTOR, head, **token) == "here\n"
 
-    found, shown = seen_by_a_stranger(clusters, hosts, tmp_path), listed(clusters)
-    assert set(found["ports"]) - {SSH_PORT} <= shown.keys()
-    assert {6379} <= set(found["ports"])
-    assert not {DASHBOARD, CLIENT_SERVER} & set(found["ports"])
-    assert any(process.startswith("ray::Stays") for process in shown.values())
+    report = seen_by_a_stranger(clusters, hosts, tmp_path)
+    open_ports = set(report["ports"])
+    reachable_ports = list_reachable_ports(clusters)
+    assert open_ports - {SSH_PORT} <= reachable_ports.keys()
+    assert 6379 in open_ports
+    assert not {DASHBOARD, CLIENT_SERVER} & open_ports
+    assert any(process.startswith("ray::Stays") for process in reachable_ports.values())
 
-    assert [port for port, each in found["answers"].items() if not each and int(port) != SSH_PORT] == []
-    answers = {(port, what): code for port, each in found["answers"].items() for what, code in each.items()}
-    assert {each for each in answers.items() if each[1] not in ("UNAUTHENTICATED", "401")} == set()
-    # Not for want of asking: the head, the raylet with its store, the worker and the agent each have refused something.
-    asked = {what.rpartition("/")[0] for port, what in answers}
+    # The head, the raylet with its store, the worker and the agent are each called, and each refuses.
+    called_services = set()
+    for port, code_by_method in report["answers"].items():
+        assert code_by_method or int(port) == SSH_PORT, port
+        for method, code in code_by_method.items():
+            assert code in ("UNAUTHENTICATED", "401"), (port, method)
+            called_services.add(method.rpartition("/")[0])
     services = (
         "NodeInfoGcsService",
         "NodeManagerService",
@@ -122,9 +128,9 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
         "ReporterService",
         "ObjectManagerService",
     )
-    assert {f"/ray.rpc.{service}" for service in services} <= asked
-    assert found["wrong_token"]["error"] == "AuthenticationError"
-    assert found["wrong_token"]["seconds"] < 2
+    assert {f"/ray.rpc.{service}" for service in services} <= called_services
+    assert report["wrong_token"]["error"] == "AuthenticationError"
+    assert report["wrong_token"]["seconds"] < 2
 
     home = {"HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "2"}
     assert "refused: " in run_on(clusters, hosts, 1, "-c", DRIVER, head, **home)
@@ -132,8 +138,8 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     assert "refused: Failed to connect" in run_on(clusters, hosts, 1, "-c", JOB, dashboard, **home)
 
     # Through the tunnel of `status` it is there, with the token.
-    said = " ".join(clusters.run("status")[0].split())
-    command = said.partition("dashboard: ")[2].split()
+    status = " ".join(clusters.run("status")[0].split())
+    command = status.partition("dashboard: ")[2].split()
     assert command[:2] == ["ssh", "-N"]
     tunnel = subprocess.Popen([*command[: command.index(hosts.names[0]) + 1], "-o", "ExitOnForwardFailure=yes"])
     try:
@@ -147,9 +153,9 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
 
 def test_listening_on_all_interfaces_is_asked_for_and_warned_of(clusters: Clusters, hosts: SshHosts) -> None:
     warning = "listens on all interfaces (listen_on_all): only the token keeps others out"
-    assert f"warning {warning}" in brought_up(clusters, hosts, "listen_on_all=true")
+    assert f"warning {warning}" in bring_up(clusters, hosts, "listen_on_all=true")
     assert warning in " ".join(clusters.run("status")[0].split())
-    assert DASHBOARD in listed(clusters)
+    assert DASHBOARD in list_reachable_ports(clusters)
     dashboard = f"http://{hosts.addresses[0]}:{DASHBOARD}"
     assert answer_of(f"{dashboard}/api/jobs/", "") == 401
     assert answer_of(f"{dashboard}/api/jobs/", "0" * 64) == 403
@@ -157,7 +163,7 @@ def test_listening_on_all_interfaces_is_asked_for_and_warned_of(clusters: Cluste
 
 
 def answer_of(url: str, token: str) -> int:
-    """The status of a page, which may not be there yet."""
+    """Return the HTTP status of a page. Wait for a server that does not answer yet."""
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
     end = time.monotonic() + 60
     while True:

@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
-    if why := why_not():
-        pytest.skip(why)
+    if missing := why_not():
+        pytest.skip(missing)
     # A short path, since it holds sockets.
     lab = SlurmLab(Path(f"/tmp/rlctl-lab-{os.getpid()}"), 2)
     try:
@@ -56,7 +56,7 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
 
 
 def works_on(state: ClusterState) -> list[str]:
-    """The nodes that run tasks of a Ray program on the head."""
+    """Return the nodes that run tasks of a Ray program on the head."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
     program = PROGRAM.format(environment=environment, address=state.address)
     command = state.host_of(state.head).command()
@@ -70,7 +70,7 @@ def folders_of(state: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def is_clear(clusters: Clusters) -> bool:
-    """Nothing is left of the cluster but logs."""
+    """Return True if nothing is left of the cluster but logs."""
     folder = clusters.folder("slurm")
     return not folder.exists() or [path.name for path in folder.iterdir()] == ["logs"]
 
@@ -94,7 +94,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
         ("up", "n1", 1),
         ("up", "n2", 1),
     ]
-    dashboard = [at for at, port, _ in seen["nodes"][0]["listening"] if port == seen["dashboard_port"]]
+    dashboard = [address for address, port, _ in seen["nodes"][0]["listening"] if port == seen["dashboard_port"]]
     assert dashboard == ["127.0.0.1"]
     assert clusters.run("list")[0].splitlines()[1].split()[:4] == ["slurm", "slurm", "up", "2"]
     assert "n2 start.log | " in clusters.run("logs", "--node", "n2")[0]
@@ -103,12 +103,12 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     monkeypatch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
     monkeypatch.setenv("SLURM_JOB_ID", "12345")
     nodes = [ClusterNode(**node) for node in state["nodes"]]
-    known = ClusterState(
+    cluster = ClusterState(
         **{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes
     )
-    facts = known.host_of(nodes[1]).run("node.look", {key: state["nodes"][1][key] for key in LOOK}, 60)
+    facts = cluster.host_of(nodes[1]).run("node.look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]
-    assert works_on(known) == ["n1", "n2"]
+    assert works_on(cluster) == ["n1", "n2"]
 
     # A node that is not the head may go; then the job is ended by somebody else.
     psutil.Process(state["nodes"][1]["pid"]).kill()
@@ -163,9 +163,9 @@ def test_down_leaves_nothing_and_up_clears_what_a_job_left(clusters: Clusters, l
 
 
 def test_what_slurm_refuses_is_a_line(clusters: Clusters) -> None:
-    for override, said in REFUSED.items():
+    for override, message in REFUSED.items():
         _, err = clusters.run("up", "slurm", override, code=1)
-        assert f"error: sbatch: {said}" in err
+        assert f"error: sbatch: {message}" in err
         assert is_clear(clusters)
     _, err = clusters.run("up", "slurm", "python=/no/python", *SMALL, code=1)
     assert "not found on the nodes: /no/python; set python=... to one that has ray and rlctl" in err
@@ -202,7 +202,7 @@ REFUSED = {
 
 
 def wait_for(done: Callable[[], bool], within_s: float = 90) -> None:
-    """Raises AssertionError if it is not so in time."""
+    """Raise AssertionError if the condition is not met in time."""
     end = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < end

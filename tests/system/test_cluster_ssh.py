@@ -38,12 +38,12 @@ def clusters(hosts: SshHosts, tmp_path: Path) -> Iterator[Clusters]:
     clusters.clean()
 
 
-def file_of(hosts: SshHosts, folder: Path, *more: str) -> str:
-    """A user's own cluster file."""
+def file_of(hosts: SshHosts, folder: Path, *settings: str) -> str:
+    """Write a user's own cluster file. Return its path."""
     file = folder / "lab.yaml"
     lines = ["defaults: cluster/ssh.yaml", f"hosts: [{', '.join(hosts.names)}]", f"python: {sys.executable}"]
     lines += [f"ssh_options: [-F, {hosts.config}]", "object_store_mib: 100", "num_cpus: 1", "connect_timeout_s: 3"]
-    file.write_text("\n".join([*lines, *more]) + "\n")
+    file.write_text("\n".join([*lines, *settings]) + "\n")
     return str(file)
 
 
@@ -58,14 +58,18 @@ def test_hosts_come_up_work_together_and_go(clusters: Clusters, hosts: SshHosts,
     assert all((Path(folder) / "token").stat().st_mode & 0o077 == 0 for folder in folders)
 
     seen = json.loads(clusters.run("status", "--json")[0])
-    assert [(node["condition"], node["address"]) for node in seen["nodes"]] == [("up", at) for at in hosts.addresses]
+    assert [(node["condition"], node["address"]) for node in seen["nodes"]] == [
+        ("up", address) for address in hosts.addresses
+    ]
     # Ray opens to other machines the ports of the firewall's list, and no others.
-    reachable = [port for node in seen["nodes"] for at, port, _ in node["listening"] if not at.startswith("127.")]
+    reachable = []
+    for node in seen["nodes"]:
+        reachable += [port for address, port, _ in node["listening"] if not address.startswith("127.")]
     assert reachable
     assert [port for port in reachable if port != 6379 and not 7000 <= port <= 7100] == []
-    shown = clusters.run("status")[0]
-    assert "other machines can reach, with the token:" in shown
-    assert max(map(len, shown.splitlines())) <= 80
+    status = clusters.run("status")[0]
+    assert "other machines can reach, with the token:" in status
+    assert max(map(len, status.splitlines())) <= 80
 
     environment = {**clusters.environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{folders[0]}/token"}
     command = [*hosts.inside(0), sys.executable, "-c", PROGRAM, state["address"]]

@@ -49,10 +49,12 @@ class Watched:
     """A run as the laptop sees it."""
 
     def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
-        self.clusters, self.name, self.path = clusters, name, clusters.home / "runs" / name
+        self.clusters = clusters
+        self.name = name
+        self.path = clusters.home / "runs" / name
         sizes = ("trainer.num_ranks=2", "generation.num_engines=2", "placement.colocated=false")
-        kept = ("grpo.num_steps=5000", "refit.timeout_s=60", *SMALL)
-        command = ("grpo", "--cluster", "lab", f"run.name={name}", *sizes, *kept, *settings)
+        defaults = ("grpo.num_steps=5000", "refit.timeout_s=60", *sizes, *SMALL)
+        command = ("grpo", "--cluster", "lab", f"run.name={name}", *defaults, *settings)
         self.process = clusters.popen(*command, group="train")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -65,7 +67,7 @@ class Watched:
         assert self.process.poll() is None, self.process.communicate()
 
     def stop(self) -> None:
-        """Ended by hand, with a checkpoint."""
+        """Stop the run by hand. It ends with a checkpoint."""
         self.clusters.run("stop", self.name, group="runs")
         out, err = self.process.communicate(timeout=200)
         assert self.process.returncode == 130, out + err
@@ -76,7 +78,8 @@ class Watched:
 def test_runs_survive_the_loss_of_an_engines_host_and_of_a_trainers(
     clusters: Clusters, hosts: SshHosts, tmp_path: Path
 ) -> None:
-    storage, file = tmp_path / "storage", tmp_path / "lab.yaml"
+    storage = tmp_path / "storage"
+    file = tmp_path / "lab.yaml"
     names = ", ".join(hosts.names)
     file.write_text(CLUSTER.format(hosts=names, python=sys.executable, config=hosts.config, storage=storage))
     (clusters.home / "mine.py").write_text(REWARD)
@@ -114,14 +117,14 @@ def test_runs_survive_the_loss_of_an_engines_host_and_of_a_trainers(
     restarting.stop()
 
     # A rank and an engine on each of two hosts: weights stay there, gradients go over the network.
-    both = Watched(clusters, "both", "placement.colocated=true", "checkpoint.every=1")
-    wait_for(lambda: both.path.is_dir(), "submission")
-    both.steps_on(3)
-    assert {event["transport"] for event in both.events("refit_opened")} == {"shm"}
+    colocated = Watched(clusters, "both", "placement.colocated=true", "checkpoint.every=1")
+    wait_for(lambda: colocated.path.is_dir(), "submission")
+    colocated.steps_on(3)
+    assert {event["transport"] for event in colocated.events("refit_opened")} == {"shm"}
     hosts.plug(2, "down")
-    out, err = both.process.communicate(timeout=300)
-    assert both.process.returncode == 1, out + err
-    (ended,) = both.events("run_ended")
+    out, err = colocated.process.communicate(timeout=300)
+    assert colocated.process.returncode == 1, out + err
+    (ended,) = colocated.events("run_ended")
     assert ended["reason"].endswith(": node host2 is gone"), ended
     changed = "trainer.num_ranks=1 generation.num_engines=1"
     assert ended["next"][0] == f"rlctl train grpo --resume runs/both --cluster lab {changed}"

@@ -23,7 +23,8 @@ from tests.tiny_models import make_model
 from tests.turns import turn, turns
 
 DEADLINE = 600.0
-ROOM, VERSION = 64, 3
+ROOM = 64
+VERSION = 3
 PROMPT = [5, 6, 7, 8]
 # Kind, and its options.
 ENGINES = {
@@ -65,14 +66,15 @@ class Stage:
         self.submit(requests)
         return collect_all(self.engine, requests)
 
-    def refused(self, requests: list[TurnRequest]) -> bool:
+    def refuses(self, requests: list[TurnRequest]) -> bool:
+        """Expect an error from a submission. Return True if nothing of it runs."""
         with pytest.raises(WorkerError):
             self.submit(requests)
         return self.nothing_runs()
 
     def nothing_runs(self) -> bool:
-        (told,) = self.engine.start(Engine.collect, 0.3).wait(DEADLINE)
-        return not told.ids
+        (finished,) = self.engine.start(Engine.collect, 0.3).wait(DEADLINE)
+        return not finished.ids
 
     def kill(self) -> None:
         self.source.kill()
@@ -84,66 +86,69 @@ def stage(request: pytest.FixtureRequest, ray_here: Path, tmp_path: Path) -> Ite
     kind, options = ENGINES[request.param]
     folder = make_model(tmp_path / "m", "qwen3", seed=1)
     spec = replace(spec_for(folder, ROOM), kind=kind, options=options, version=VERSION)
-    one = Stage(spec, ray_here, tmp_path / "shm", f"port-{request.param}")
+    stage = Stage(spec, ray_here, tmp_path / "shm", f"port-{request.param}")
     try:
-        one.engine.built().wait(DEADLINE)
-        yield one
+        stage.engine.built().wait(DEADLINE)
+        yield stage
     finally:
-        one.kill()
+        stage.kill()
 
 
 @pytest.mark.long
 def test_an_engine_keeps_the_promises_of_the_port(stage: Stage) -> None:
     engine = stage.engine
     # Answers: tokens, log-probs, versions, ends.
-    asked = [*turns(0, 6, PROMPT, 12), turn(1, 0, PROMPT, 12, 0.0), turn(2, 0, [9] * 40, 60, 0.5, seed=3)]
-    first = stage.sample(asked)
-    for request, answer in zip(asked, first, strict=True):
+    requests = [*turns(0, 6, PROMPT, 12), turn(1, 0, PROMPT, 12, 0.0), turn(2, 0, [9] * 40, 60, 0.5, seed=3)]
+    first = stage.sample(requests)
+    for request, answer in zip(requests, first, strict=True):
         assert_is_of_the_distribution(stage.models, 0, request, answer)
         assert set(answer.versions.tolist()) == {VERSION}
-        long = min(request.max_new_tokens, ROOM - len(request.prompt_tokens))
+        full_length = min(request.max_new_tokens, ROOM - len(request.prompt_tokens))
         stops = answer.tokens == 1
         assert not stops[:-1].any() and answer.finish == ("stop" if stops[-1] else "length")
-        assert answer.finish == "stop" or len(answer.tokens) == long
+        assert answer.finish == "stop" or len(answer.tokens) == full_length
     # Others do not change a turn, and its own tokens that end it are told apart from all turns'.
-    again = stage.sample([asked[3], turn(9, 0, PROMPT, 50, seed=8)])[0]
-    assert np.array_equal(again.tokens, first[3].tokens)
-    np.testing.assert_allclose(again.log_probs, first[3].log_probs, atol=1e-6)
-    stopped = stage.sample([replace(asked[7], stops=(int(first[7].tokens[2]),))])[0]
+    repeated = stage.sample([requests[3], turn(9, 0, PROMPT, 50, seed=8)])[0]
+    assert np.array_equal(repeated.tokens, first[3].tokens)
+    np.testing.assert_allclose(repeated.log_probs, first[3].log_probs, atol=1e-6)
+    stopped = stage.sample([replace(requests[7], stops=(int(first[7].tokens[2]),))])[0]
     end = first[7].tokens.tolist().index(first[7].tokens[2]) + 1
     assert stopped.finish == "stop" and np.array_equal(stopped.tokens, first[7].tokens[:end])
 
     # A call of which something is refused begins nothing.
     fresh = turn(20, 0, PROMPT)
-    assert stage.refused([fresh, turn(21, 0, [5] * ROOM)])
-    assert stage.refused([fresh, fresh])
+    assert stage.refuses([fresh, turn(21, 0, [5] * ROOM)])
+    assert stage.refuses([fresh, fresh])
 
     # An abort forgets requests, whose ids may come again, and passes over others.
     running = [turn(30, index, PROMPT, 60, 2.0, seed=50) for index in range(4)]
     stage.submit(running)
-    (tokens,) = engine.start(Engine.abort, [*(each.id for each in running), turn(40).id]).wait(DEADLINE)
+    ids = [request.id for request in running]
+    (tokens,) = engine.start(Engine.abort, [*ids, turn(40).id]).wait(DEADLINE)
     assert 0 <= tokens <= 4 * 60 and stage.nothing_runs()
-    assert all(len(each.tokens) for each in stage.sample(running))
+    assert all(len(answer.tokens) for answer in stage.sample(running))
 
     # Weights change while turns run, also to the version that is live.
     sums = engine.start(Engine.checksums).wait(DEADLINE)[0]
     stage.connect()
-    long, found, version = turns(50, 8, PROMPT, 50, seed=9), dict[RequestId, Completion](), VERSION
-    stage.submit(long)
-    while len(found) < len(long):
+    long_requests = turns(50, 8, PROMPT, 50, seed=9)
+    answers = dict[RequestId, Completion]()
+    version = VERSION
+    stage.submit(long_requests)
+    while len(answers) < len(long_requests):
         version += 1
         stage.bring(version)
-        (told,) = engine.start(Engine.collect, 0.02).wait(DEADLINE)
-        found |= zip(told.ids, told.columns.unpack(), strict=True)
-    assert any(len(set(each.versions.tolist())) > 1 for each in found.values())
-    for request in long:
-        answer = found[request.id]
+        (finished,) = engine.start(Engine.collect, 0.02).wait(DEADLINE)
+        answers |= zip(finished.ids, finished.columns.unpack(), strict=True)
+    assert any(len(set(answer.versions.tolist())) > 1 for answer in answers.values())
+    for request in long_requests:
+        answer = answers[request.id]
         assert (np.diff(answer.versions) >= 0).all() and answer.versions[0] >= VERSION
         if answer.versions[0] > VERSION:
             ways = [way(stage.models, PROMPT, answer) for way in (with_kept_keys, with_new_keys)]
-            assert min(np.abs(each - answer.log_probs).max() for each in ways) < 1e-3
-    before = stage.sample(asked)
-    assert_are_of_version(stage, version, asked, before)
+            assert min(np.abs(log_probs - answer.log_probs).max() for log_probs in ways) < 1e-3
+    before = stage.sample(requests)
+    assert_are_of_version(stage, version, requests, before)
 
     # Memory is given back and taken again around a refit.
     stage.bring(version)
@@ -154,8 +159,8 @@ def test_an_engine_keeps_the_promises_of_the_port(stage: Stage) -> None:
     stage.bring(version)
     engine.start(Engine.wake, "kv_cache").wait(DEADLINE)
     assert engine.start(Engine.checksums).wait(DEADLINE)[0] == live
-    for one, other in zip(before, stage.sample(asked), strict=True):
-        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
+    for earlier, later in zip(before, stage.sample(requests), strict=True):
+        assert np.array_equal(earlier.tokens, later.tokens) and np.array_equal(earlier.log_probs, later.log_probs)
     assert {*engine.start(Engine.memory).wait(DEADLINE)[0]} == {"device_allocated", "device_peak", "host_rss"}
 
     # A refit that fails leaves the old version live and says so, or leaves nothing to sample with.
@@ -163,9 +168,9 @@ def test_an_engine_keeps_the_promises_of_the_port(stage: Stage) -> None:
     with pytest.raises(WorkerError) as error:
         engine.start(Engine.refit_receive, header).wait(DEADLINE)
     if error.value.failures[0].type == Untouched.__name__:
-        assert_are_of_version(stage, version, asked, stage.sample(asked))
+        assert_are_of_version(stage, version, requests, stage.sample(requests))
     else:
-        assert stage.refused(asked)
+        assert stage.refuses(requests)
 
 
 def assert_are_of_version(stage: Stage, version: int, requests: list[TurnRequest], answers: list[Completion]) -> None:
@@ -178,7 +183,7 @@ def assert_is_of_the_distribution(models: Models, version: int, request: TurnReq
     """Compare log-probs with transformers' model. A greedy turn has those of temperature 1, and the largest."""
     tokens = torch.tensor([[*request.prompt_tokens, *answer.tokens.tolist()]])
     with torch.no_grad():
-        logits = models.at(version)(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
+        logits = models.load(version)(tokens).logits[0, len(request.prompt_tokens) - 1 : -1]
     expected = (logits / (request.temperature or 1.0)).log_softmax(-1).gather(1, tokens[0, -len(answer.tokens) :, None])
     np.testing.assert_allclose(answer.log_probs, expected[:, 0].numpy(), atol=1e-3)
     assert request.temperature or (logits.argmax(-1).numpy() == answer.tokens).all()

@@ -14,16 +14,18 @@ WORDS = ("guesses=3", "prompt='{low}-{high}='", "higher='+'", "lower='-'", "uncl
 
 @pytest.mark.long  # 30 s; the engine and the player are those of tests/system/test_episodes.py
 def test_a_model_plays_as_many_episodes_as_asked_for_and_its_turns_are_marked() -> None:
-    given = [each for word in WORDS for each in ("--arg", word)]
+    arguments = []
+    for word in WORDS:
+        arguments += ["--arg", word]
     model = ["--model", str(RECIPES / "tiny/qwen3-tiny"), "--episodes", "2", "--json"]
-    command = [sys.executable, "-m", "rlctl.cli.main", "env", "check", "guess", *given, *model]
+    command = [sys.executable, "-m", "rlctl.cli.main", "env", "check", "guess", *arguments, *model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     played = json.loads(done.stdout)["played"]
-    assert [each["task"] for each in played["records"]] == ["episode 1", "episode 2"]
+    assert [record["task"] for record in played["records"]] == ["episode 1", "episode 2"]
     for record in played["records"]:
         (rollout,) = record["rollouts"]
         episode = rollout["episode"]
         assert rollout["failed"] is None and rollout["reward"] in (0.0, 1.0) and episode["ending"] == "done"
         assert [sampled for _, sampled in rollout["text"]] == [False, True] * episode["turns"]
-        assert [each["role"] for each in episode["messages"]] == ["user", "assistant"] * episode["turns"]
+        assert [message["role"] for message in episode["messages"]] == ["user", "assistant"] * episode["turns"]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from tests.system.engines import SEAT, refit_options, spec_for
 from tests.system.test_parity_check import DEADLINE, MakeTrainer
 from tests.tiny_models import KINDS, Kind, make_model
 
-TURN, TURNS, LENGTH = 12, 5, 256
+TURN = 12
+TURNS = 5
+LENGTH = 256
 # As Qwen3's drops thinking: of an earlier turn nothing is left that stands before its last 1, 5 or 9.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:"
@@ -61,43 +64,47 @@ class Stage:
     def play(self, history: str, purpose: Any, temperature: float) -> list[Rollout]:
         sampling = Sampling(purpose, 0, len(TASKS), 4, TURN, temperature)
         groups = self.dispatcher.sample(self.runners[history], sampling, TASKS, 0)
-        return [rollout for group in groups for rollout in group.rollouts]
+        return list(chain.from_iterable(group.rollouts for group in groups))
 
     def agree(self, rollouts: list[Rollout]) -> float:
-        samples = [training_sample(row, 0.0) for rollout in rollouts for row in rollout.rows]
-        theirs = [sample.columns["rollout_log_prob"] for sample in samples]
-        gap = mismatch(theirs, self.trainer.log_probs(samples), [sample.mask for sample in samples])
+        """Return the token_mult_prob_error between engines and trainer."""
+        rows = chain.from_iterable(rollout.rows for rollout in rollouts)
+        samples = [training_sample(row, 0.0) for row in rows]
+        log_probs_of_engines = [sample.columns["rollout_log_prob"] for sample in samples]
+        gap = mismatch(log_probs_of_engines, self.trainer.log_probs(samples), [sample.mask for sample in samples])
         assert gap.tokens == sum(rollout.num_sampled for rollout in rollouts)
         return gap.token_mult_prob_error
 
     def replay(self, rollouts: list[Rollout]) -> None:
         """Ask for every turn again, as a separate request in another mix."""
-        wanted: list[tuple[TurnRequest, list[int]]] = []
-        for row in (row for rollout in rollouts for row in rollout.rows):
+        replays: list[tuple[TurnRequest, list[int]]] = []
+        for row in chain.from_iterable(rollout.rows for rollout in rollouts):
             for turn in sorted({*row.turns[row.sampled].tolist()}):
-                (at,) = np.nonzero(row.turns == turn)
-                prompt, number = row.tokens[: at[0]].tolist(), len(wanted)
+                (positions,) = np.nonzero(row.turns == turn)
+                prompt = row.tokens[: positions[0]].tolist()
+                number = len(replays)
                 request = TurnRequest(RequestId(RolloutId("parity", "again", number, 0)), prompt, TURN, 0.0, number)
-                wanted.append((request, row.tokens[at].tolist()))
-        random.Random(0).shuffle(wanted)
-        sample, events = self.dispatcher.sample_turn, self.dispatcher.events
-        again = [events.submit(sample(request)) for request, _ in wanted]
-        assert [each.result(DEADLINE).tokens.tolist() for each in again] == [tokens for _, tokens in wanted]
+                replays.append((request, row.tokens[positions].tolist()))
+        random.Random(0).shuffle(replays)
+        futures = [self.dispatcher.events.submit(self.dispatcher.sample_turn(request)) for request, _ in replays]
+        for future, (_, expected_tokens) in zip(futures, replays, strict=True):
+            assert future.result(DEADLINE).tokens.tolist() == expected_tokens
 
 
-def watched(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
-    """Return the engines that are asked for each rollout's turns, from now on."""
+def record_engines(pool: GeneratorPool) -> dict[RolloutId, set[str]]:
+    """Return the engines that each rollout's turns are sent to. The sets grow from now on."""
     homes: dict[RolloutId, set[str]] = defaultdict(set)
 
     def watch(worker: Any) -> None:
         call = worker.call
 
-        def called(deadline_s: float, method: Any, *arguments: Any) -> Any:
-            for each in arguments[0] if method is Engine.submit else ():
-                homes[each.id.rollout].add(worker.name)
+        def record_and_call(deadline_s: float, method: Any, *arguments: Any) -> Any:
+            if method is Engine.submit:
+                for request in arguments[0]:
+                    homes[request.id.rollout].add(worker.name)
             return call(deadline_s, method, *arguments)
 
-        worker.call = called
+        worker.call = record_and_call
 
     for worker in pool.engines:
         watch(worker)
@@ -120,7 +127,7 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
         pool.wait_until_built()
         pool.connect(Refit(workers, refit_options("shm", transit)))
         pool.sync(0)
-        homes = watched(pool)
+        homes = record_engines(pool)
         dispatcher = RolloutDispatcher(pool, run.config.run, lambda *_, **__: None, games.events)
         stack.callback(dispatcher.close)
         runners = {}
@@ -136,15 +143,17 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
 @pytest.mark.parametrize("kind", KINDS)
 def test_whole_episodes_agree_and_a_greedy_one_is_replayed(kind: Kind, ray_here: Path, tmp_path: Path) -> None:
     engines = 2 if kind == "qwen3" else 1
-    with stage(make_model(tmp_path / kind, kind, seed=3), ray_here, engines, tmp_path) as on:
-        kept, stripped = on.play("keep", "train", 1.0), on.play("strip", "validation", 1.0)
-        for rollouts in (kept, stripped):
-            assert {one.episode.ending for one in rollouts if one.episode} <= {"done", "max_turns"}
-            assert max(one.episode.turns for one in rollouts if one.episode) == TURNS
-            assert on.agree(rollouts) < 1.001
-        assert all(len(one.rows) == 1 for one in kept)
-        assert sum(len(one.rows) for one in stripped) > len(stripped) + 10
-        assert all(len(names) == 1 for names in on.homes.values())
-        assert len(set.union(*on.homes.values())) == engines
-        greedy = on.play("keep", "parity", 0.0)
-        on.replay([*greedy, *on.play("strip", "train", 0.0)])
+    with stage(make_model(tmp_path / kind, kind, seed=3), ray_here, engines, tmp_path) as scene:
+        keeping = scene.play("keep", "train", 1.0)
+        stripping = scene.play("strip", "validation", 1.0)
+        for rollouts in (keeping, stripping):
+            episodes = [rollout.episode for rollout in rollouts if rollout.episode]
+            assert {episode.ending for episode in episodes} <= {"done", "max_turns"}
+            assert max(episode.turns for episode in episodes) == TURNS
+            assert scene.agree(rollouts) < 1.001
+        assert all(len(rollout.rows) == 1 for rollout in keeping)
+        assert sum(len(rollout.rows) for rollout in stripping) > len(stripping) + 10
+        assert all(len(names) == 1 for names in scene.homes.values())
+        assert len(set.union(*scene.homes.values())) == engines
+        greedy = scene.play("keep", "parity", 0.0)
+        scene.replay([*greedy, *scene.play("strip", "train", 0.0)])

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Adder:
 
 def worth(environments, completions, start, **columns):
     assert completions[0][0]["role"] == "assistant"
-    return [one.count - begun for one, begun in zip(environments, start)]
+    return [environment.count - first for environment, first in zip(environments, start)]
 """
 CALLS = ('{"name": "add", "arguments": {"n": 1}}', '{"name": "add", "arguments": {"n": "x"}}', '{"name": "add"')
 # One episode in ten fails, in one of three ways; one that kills its process takes the others in it along.
@@ -52,7 +53,8 @@ FATES = ["well"] * 100 + ["raise"] * 8 + ["hang"] * 2 + ["kill"]
 
 class Flaky:
     def reset(self, start, **row):
-        self.turns, self.fate = 0, random.SystemRandom().choice(FATES)
+        self.turns = 0
+        self.fate = random.SystemRandom().choice(FATES)
         return f"{start}="
 
     def step(self, message):
@@ -83,7 +85,7 @@ def data(folder: Path) -> tuple[str, ...]:
 
 
 def calling_model(folder: Path) -> Path:
-    """A random model some of whose tokens are whole calls of a tool."""
+    """Save a random model some of whose tokens are whole calls of a tool."""
     shutil.copytree(RECIPES / "tiny/qwen3-tiny", folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     for token, call in enumerate(CALLS, 18):
@@ -104,12 +106,18 @@ def groups(run: Run) -> list[dict[str, Any]]:
     return [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "group"]
 
 
+def recorded_rollouts(run: Run) -> list[dict[str, Any]]:
+    return list(chain.from_iterable(group["rollouts"] for group in groups(run)))
+
+
 def look_at_episodes(run: Run, purpose: str) -> list[dict[str, Any]]:
-    """Each recorded rollout has its conversation; sampled and other messages alternate. Returns all."""
-    rollouts = [one for group in groups(run) if group["purpose"] == purpose for one in group["rollouts"]]
+    """Check that each recorded rollout has its conversation: sampled and other messages alternate. Return all."""
+    groups_of_purpose = [group for group in groups(run) if group["purpose"] == purpose]
+    rollouts = list(chain.from_iterable(group["rollouts"] for group in groups_of_purpose))
     assert rollouts
-    for one in rollouts:
-        sampled, episode = [mark for _, mark in one["text"]], one["episode"]
+    for rollout in rollouts:
+        sampled = [is_sampled for _, is_sampled in rollout["text"]]
+        episode = rollout["episode"]
         assert sampled == [bool(index % 2) for index in range(2 * episode["turns"])]
         roles = [message["role"] for message in episode["messages"]]
         assert roles[0] == "user" and roles.count("assistant") == episode["turns"]
@@ -117,17 +125,17 @@ def look_at_episodes(run: Run, purpose: str) -> list[dict[str, Any]]:
 
 
 def look_at_tokens(run: Run) -> None:
-    """Each recorded rollout has the ids of its tokens: they are the text's, and those sampled have log-probs."""
+    """Check that each recorded rollout has the ids of its text, and log-probs of the sampled ones."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(run.path / "checkpoints/step_3/hf")
     for group in groups(run):
-        for one, (row,) in zip(group["rollouts"], unpack(group) or (), strict=True):
+        for rollout, (row,) in zip(group["rollouts"], unpack(group) or (), strict=True):
             spans = [row.tokens[span].tolist() for span in row.spans() if row.sampled[span.start]]
-            assert [tokenizer.decode(span) for span in spans] == [text for text, mark in one["text"] if mark]
-            assert row.sampled.sum() == one["tokens"] and set(row.versions[row.sampled]) == {
-                int(v) for v in one["versions"]
-            }
+            sampled_texts = [text for text, is_sampled in rollout["text"] if is_sampled]
+            assert [tokenizer.decode(span) for span in spans] == sampled_texts
+            assert row.sampled.sum() == rollout["tokens"]
+            assert set(row.versions[row.sampled]) == {int(version) for version in rollout["versions"]}
             assert np.isfinite(row.log_probs).all() and (row.log_probs[row.sampled] < 0).any()
 
 
@@ -141,7 +149,8 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
         assert step["environment/rows"] == 1 and step["reward/environment/failed"] == 0
         assert 0 <= step["generator/prefix_hit_share"] < 1
     for purpose in ("train", "validation"):
-        assert {one["episode"]["ending"] for one in look_at_episodes(run, purpose)} <= {"done", "max_turns"}
+        rollouts = look_at_episodes(run, purpose)
+        assert {rollout["episode"]["ending"] for rollout in rollouts} <= {"done", "max_turns"}
     look_at_tokens(run)
     validated = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
     assert all(record["validation/turns"] >= 1 and "validation/accuracy" in record for record in validated)
@@ -169,15 +178,15 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
     assert all({"reward/sum/mean", "reward/odd/mean", "reward/worth/mean"} <= step.keys() for step in steps)
     # A third of its possible calls adds text to a number.
     assert any(step["environment/tool_raised"] > 0.25 for step in steps)
-    (told,) = [event["what"] for event in read(run.path / "events.jsonl") if "tool add: " in event.get("what", "")][:1]
-    assert told.startswith("tool add: raised TypeError at adder.py:13: ")
+    messages = [event["what"] for event in read(run.path / "events.jsonl") if "tool add: " in event.get("what", "")]
+    assert messages[0].startswith("tool add: raised TypeError at adder.py:13: ")
     assert "tools raised in " in run.text() and "most of them add: raised TypeError at adder.py:13" in run.text()
     rollouts = look_at_episodes(run, "train")
-    assert {one["episode"]["ending"] for one in rollouts} <= {"answered", "max_turns", "max_length"}
-    for one in rollouts:
-        assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
-        added = [message["content"] for message in one["episode"]["messages"] if message["role"] == "tool"]
-        assert one["rewards"]["worth"] == sum(not text.startswith("Error") for text in added)
+    assert {rollout["episode"]["ending"] for rollout in rollouts} <= {"answered", "max_turns", "max_length"}
+    for rollout in rollouts:
+        assert rollout["reward"] == pytest.approx(sum(rollout["rewards"].values()))
+        tool_texts = [message["content"] for message in rollout["episode"]["messages"] if message["role"] == "tool"]
+        assert rollout["rewards"]["worth"] == sum(not text.startswith("Error") for text in tool_texts)
 
 
 @pytest.mark.long  # hangs and kills take their time
@@ -197,9 +206,11 @@ def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_pat
     steps = run.steps()
     assert sum(step["environment/failed"] for step in steps) > 0
     assert all(step.get("reward/mean", 1.0) == 1.0 for step in steps)
-    rollouts = [one for group in groups(run) for one in group["rollouts"]]
-    assert {(one["reward"], one["episode"]["ending"]) for one in rollouts} == {(1.0, "done"), (None, "failed")}
-    assert all(one["failed"].startswith("environment: ") for one in rollouts if one["reward"] is None)
+    rollouts = recorded_rollouts(run)
+    outcomes = {(rollout["reward"], rollout["episode"]["ending"]) for rollout in rollouts}
+    assert outcomes == {(1.0, "done"), (None, "failed")}
+    failed = [rollout["failed"] for rollout in rollouts if rollout["reward"] is None]
+    assert all(reason.startswith("environment: ") for reason in failed)
 
 
 @pytest.mark.long  # as with rewards: tests/faults/test_rewards.py
@@ -217,11 +228,11 @@ def test_a_killed_run_of_episodes_goes_on_bit_for_bit(tmp_path: Path) -> None:
     hurt = Run(tmp_path, "hurt", *settings)
     hurt.wait_for_step(4)
     assert survivors(hurt.kill()) == []
-    again = Run(tmp_path, "hurt", "grpo.num_steps=6", resume=True)
-    assert again.end() == 0, again.text()
-    whole = Run(tmp_path, "whole", *settings[:-1], "grpo.num_steps=6")
-    assert whole.end() == 0, whole.text()
-    check_same_runs(again, whole, 6)
+    resumed = Run(tmp_path, "hurt", "grpo.num_steps=6", resume=True)
+    assert resumed.end() == 0, resumed.text()
+    unhurt = Run(tmp_path, "whole", *settings[:-1], "grpo.num_steps=6")
+    assert unhurt.end() == 0, unhurt.text()
+    check_same_runs(resumed, unhurt, 6)
 
 
 GAMES = (
@@ -244,7 +255,8 @@ def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp
     age = int(layout[-1])
     # Age 0 is a synchronous run: its own tokens tell the mismatch.
     asynchronous = f"async={{enabled: {'true' if age else 'false'}, max_trajectory_age_steps: {max(1, age)}}}"
-    run = Run(tmp_path, "layout", *GAMES, *data(tmp_path), *LAYOUTS[layout], asynchronous)
+    settings = GAMES + data(tmp_path) + LAYOUTS[layout]
+    run = Run(tmp_path, "layout", *settings, asynchronous)
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert len(steps) == 6 and max(step.get("age/max", 0) for step in steps) in range(min(1, age), age + 1)
@@ -252,11 +264,11 @@ def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp
     assert all(step["environment/failed"] == 0 and step["environment/rows"] == 1 for step in steps)
     # Turns find the prompt of their group and their earlier turns: they stay with their engine.
     assert max(step["generator/prefix_hit_share"] for step in steps) > 0.2
-    assert max(one["episode"]["turns"] for one in look_at_episodes(run, "train")) == 5
+    assert max(rollout["episode"]["turns"] for rollout in look_at_episodes(run, "train")) == 5
 
 
 def thinking_model(folder: Path) -> Path:
-    """A random model with a token for a thought, and a template that drops thoughts of earlier turns."""
+    """Save a random model with a token for a thought, and a template that drops thoughts of earlier turns."""
     calling_model(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     for token in tokenizer["added_tokens"]:
@@ -286,6 +298,7 @@ def test_a_history_that_is_written_anew_trains_as_several_rows_of_one_rollout(tm
         assert step["environment/rows"] > 1.1 and step["environment/failed"] == 0
         assert step["tokens/trained"] == step["tokens/prompt"] + step["tokens/generated"]
     assert max(step["train/grad_norm"] for step in run.steps()) > 0
-    rollouts = [one for group in groups(run) for one in group["rollouts"]]
-    assert any("</think>" in text for one in rollouts for text, is_sampled in one["text"] if is_sampled)
-    assert all(one["advantage"] is not None for one in rollouts)
+    rollouts = recorded_rollouts(run)
+    messages = chain.from_iterable(rollout["text"] for rollout in rollouts)
+    assert any("</think>" in text for text, is_sampled in messages if is_sampled)
+    assert all(rollout["advantage"] is not None for rollout in rollouts)

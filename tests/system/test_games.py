@@ -33,9 +33,9 @@ def test_two_steps_with_a_calculator_train_on_turns_that_called_it(tmp_path: Pat
 @pytest.mark.parametrize("recipe", ["guess-tiny", "calculator-tiny"])
 def test_a_game_is_learned_and_won_where_it_was_never_trained(tmp_path: Path, recipe: str, bound: int) -> None:
     # Run has settings for small steps; these are the recipe's own.
-    own = ("grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "validation.every=10")
+    sizes = ("grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "validation.every=10")
     mode = ("async.enabled=true", f"async.max_trajectory_age_steps={bound}") if bound else ()
-    run = Run(tmp_path, recipe, recipe, *mode, *own)
+    run = Run(tmp_path, recipe, recipe, *mode, *sizes)
     assert run.end() == 0, run.text()
     held_out = accuracies(run)
     assert held_out[0] <= 0.4

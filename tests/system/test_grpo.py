@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -80,27 +81,25 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     assert all(record["validation/pass_at_k"] >= record["validation/accuracy"] for record in validations)
     assert list((run.path / "tensorboard").iterdir())
     noted = (run.path / "notes.txt").read_text().splitlines()
-    assert noted[0] == "two" and [line for line in noted if line.startswith("step")] == [
-        f"step {step} True" for step in (1, 2, 3)
-    ]
-    assert "weights v3 · 2 ranks · 2 engines" in "".join(
-        segment.text for segment in render(read_state(run.path), 80, 24).rows[2]
-    )
+    assert noted[0] == "two"
+    assert [line for line in noted if line.startswith("step")] == [f"step {step} True" for step in (1, 2, 3)]
+    third_row = render(read_state(run.path), 80, 24).rows[2]
+    assert "weights v3 · 2 ranks · 2 engines" in "".join(segment.text for segment in third_row)
     logs = {path.name for path in (run.path / "logs" / "latest").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
 
 
 @pytest.mark.long  # combination
 def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) -> None:
-    two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
-    assert two.end() == 0, two.text()
-    one = Run(tmp_path, "two", "trainer.num_ranks=1", "generation.num_engines=1", "grpo.num_steps=3", resume=True)
-    assert one.end() == 0, one.text()
-    assert [step["step"] for step in one.steps()] == [1, 2, 3]
+    on_two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
+    assert on_two.end() == 0, on_two.text()
+    on_one = Run(tmp_path, "two", "trainer.num_ranks=1", "generation.num_engines=1", "grpo.num_steps=3", resume=True)
+    assert on_one.end() == 0, on_one.text()
+    assert [step["step"] for step in on_one.steps()] == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def extended_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two steps with the examples of rlctl/README.md, in files of the user's own, that is validated once."""
     folder = tmp_path_factory.mktemp("own")
     for name in ("my_loss.py", "rank_advantage.py"):
@@ -116,28 +115,28 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Run) -> None:
+def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(extended_run: Run) -> None:
     """Ranks import them, and their fields are keys."""
-    steps = own.steps()
+    steps = extended_run.steps()
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert abs(step["advantage/mean"]) < 1e-6 and 0 < step["advantage/std"] <= 2
         assert step["groups/uniform"] <= step["advantage/zero"] < 1 and step["train/grad_norm"] > 0
         # The second update of a step is of a policy that has moved.
         assert step["ratio/max"] > 1 and "ratio/clipped_low" not in step
-    assert "tau_down: 2" in (own.path / "config.yaml").read_text()
+    assert "tau_down: 2" in (extended_run.path / "config.yaml").read_text()
 
 
 @pytest.mark.slow
-def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is_told_once(own: Run) -> None:
-    assert own.undeclared_metrics() == {"sapo/undeclared"}
-    told = [event["what"] for event in own.events() if "is not declared" in str(event.get("what"))]
-    assert len(told) == 1 and told[0].startswith("metric sapo/undeclared ")
-    state = read_state(own.path)
-    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Gate")
+def test_a_metric_of_ones_own_is_shown_with_its_meaning_and_an_undeclared_one_is_told_once(extended_run: Run) -> None:
+    assert extended_run.undeclared_metrics() == {"sapo/undeclared"}
+    messages = [event["what"] for event in extended_run.events() if "is not declared" in str(event.get("what"))]
+    assert len(messages) == 1 and messages[0].startswith("metric sapo/undeclared ")
+    state = read_state(extended_run.path)
+    (chart,) = [chart for chart in charts_of([state]) if chart.title == "Gate"]
     assert chart.meanings == {"sapo/gate": "mean of the gate"} and len(chart.series[0].values) == 2
-    assert [shown.name for shown in metrics_of(state) if shown.label == "gate"] == ["sapo/gate"]
-    assert all(step["sapo/undeclared"] == step["sapo/gate"] > 0 for step in own.steps())
+    assert [metric.name for metric in metrics_of(state) if metric.label == "gate"] == ["sapo/gate"]
+    assert all(step["sapo/undeclared"] == step["sapo/gate"] > 0 for step in extended_run.steps())
 
 
 @pytest.mark.long  # combination
@@ -149,16 +148,18 @@ def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert len(steps) == 3 and all(step["time/log_probs"] > 0 and "train/parts" not in step for step in steps)
-    groups = [each for each in read(run.path / "rollouts.jsonl") if each["kind"] == "group" and each["step"] == 3]
-    spans = [rollout["advantages"] for group in groups for rollout in group["rollouts"] if "advantages" in rollout]
-    assert any(most - least > 1e-3 for least, most in spans)
+    records = read(run.path / "rollouts.jsonl")
+    groups = [record for record in records if record["kind"] == "group" and record["step"] == 3]
+    rollouts = chain.from_iterable(group["rollouts"] for group in groups)
+    spans = [rollout["advantages"] for rollout in rollouts if "advantages" in rollout]
+    assert any(largest - smallest > 1e-3 for smallest, largest in spans)
 
 
-def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(own: Run) -> None:
+def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(extended_run: Run) -> None:
     """Sampled answers, two to each task: seeds, engine, rewards and metrics must all be the run's."""
-    (found,) = evaluate(str(own.path), "--save-every", "15", cwd=own.path.parents[1])
-    assert found["figures"]["metrics"] == validation(own, 2)
-    assert found["figures"]["pass_at"]["2"]["value"] == validation(own, 2)["validation/pass_at_k"]
+    (evaluation,) = evaluate(str(extended_run.path), "--save-every", "15", cwd=extended_run.path.parents[1])
+    assert evaluation["figures"]["metrics"] == validation(extended_run, 2)
+    assert evaluation["figures"]["pass_at"]["2"]["value"] == validation(extended_run, 2)["validation/pass_at_k"]
 
 
 @pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py
@@ -193,17 +194,16 @@ def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path
         "sft.batch_size=16",
         "trainer.num_ranks=2",
     )
-    whole = Run(tmp_path, "whole", *short, kind="sft")
-    assert whole.end() == 0, whole.text()
-    shutil.copytree(whole.path, tmp_path / "runs" / "half", symlinks=True)
+    unhurt = Run(tmp_path, "whole", *short, kind="sft")
+    assert unhurt.end() == 0, unhurt.text()
+    shutil.copytree(unhurt.path, tmp_path / "runs" / "half", symlinks=True)
     shutil.rmtree(tmp_path / "runs" / "half" / "checkpoints" / "step_6")
     half = Run(tmp_path, "half", "ray_compiled_graph.enabled=require", resume=True, kind="sft")
     assert half.end() == 0, half.text()
-    first, second = (
-        [(record["step"], record["loss/nll"], record["train/grad_norm"]) for record in run.steps()]
-        for run in (whole, half)
-    )
-    assert first == second
-    exports = [run.path / "checkpoints" / "step_6" / "hf" / "model.safetensors" for run in (whole, half)]
+    curves = []
+    for run in (unhurt, half):
+        curves.append([(step["step"], step["loss/nll"], step["train/grad_norm"]) for step in run.steps()])
+    assert curves[0] == curves[1]
+    exports = [run.path / "checkpoints" / "step_6" / "hf" / "model.safetensors" for run in (unhurt, half)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
-    assert json.loads((whole.path / "checkpoints" / "step_6" / "state.json").read_text())["score"] < 0
+    assert json.loads((unhurt.path / "checkpoints" / "step_6" / "state.json").read_text())["score"] < 0

@@ -18,13 +18,16 @@ from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
-from tests.system.drifting import DriftingSource, drifted
+from tests.system.drifting import DriftingSource, drift_weights
 from tests.system.engines import MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 from tests.turns import turns
 
 DEADLINE = 600.0
-GROUPS, SAMPLES, LENGTH, UPDATES = 125, 8, 40, 20
+GROUPS = 125
+SAMPLES = 8
+LENGTH = 40
+UPDATES = 20
 
 
 class Models:
@@ -38,37 +41,42 @@ class Models:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._version = -1
 
-    def at(self, version: int) -> Any:
+    def load(self, version: int) -> Any:
+        """Return the model with the weights of a version."""
         if version != self._version:
-            self._model.load_state_dict(drifted(self._first, version), strict=False)
+            self._model.load_state_dict(drift_weights(self._first, version), strict=False)
             self._version = version
         return self._model
 
 
 @torch.no_grad()
 def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
-    """Log-probs when each position's keys and values are of the version that was live when it was read."""
+    """Return log-probs for keys and values of the version that was live when each position was read."""
     from transformers import DynamicCache
 
-    tokens, cache, found = prompt + rollout.tokens.tolist(), DynamicCache(), []
+    tokens = prompt + rollout.tokens.tolist()
+    cache = DynamicCache()
+    parts = []
     start = 0
     for begin, end, version in spans(rollout):
         stop = len(prompt) + end - 1
-        logits = models.at(version)(torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True).logits[0]
-        found.append(torch.log_softmax(logits[-(end - begin) :], -1))
+        model = models.load(version)
+        logits = model(torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True).logits[0]
+        parts.append(torch.log_softmax(logits[-(end - begin) :], -1))
         start = stop
-    rows = torch.cat(found)
+    rows = torch.cat(parts)
     return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
 
 
 @torch.no_grad()
 def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
-    """Log-probs when every change of weights recomputes all keys and values."""
-    tokens, found = torch.tensor([prompt + rollout.tokens.tolist()]), []
+    """Return log-probs for keys and values that every change of weights recomputes."""
+    tokens = torch.tensor([prompt + rollout.tokens.tolist()])
+    parts = []
     for begin, end, version in spans(rollout):
-        logits = models.at(version)(tokens).logits[0]
-        found.append(torch.log_softmax(logits[len(prompt) + begin - 1 : len(prompt) + end - 1], -1))
-    rows = torch.cat(found)
+        logits = models.load(version)(tokens).logits[0]
+        parts.append(torch.log_softmax(logits[len(prompt) + begin - 1 : len(prompt) + end - 1], -1))
+    rows = torch.cat(parts)
     return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
 
 
@@ -80,14 +88,16 @@ def spans(rollout: Completion) -> list[tuple[int, int, int]]:
 def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnRequest]) -> dict[RequestId, Completion]:
     """Sample all requests, a few submitted at a time, while the weights change UPDATES times."""
     done = dict[RequestId, Completion]()
-    waiting, version, began = list(requests), 0, time.monotonic()
+    waiting = list(requests)
+    version = 0
+    began = time.monotonic()
     while len(done) < len(requests) or version < UPDATES:
         room = 24 * SAMPLES - (len(requests) - len(waiting) - len(done))
         if share := waiting[:room]:
             engine.start(Engine.submit, share).wait(DEADLINE)
             waiting = waiting[room:]
-        told = engine.start(Engine.collect, 0.02).wait(DEADLINE)[0]
-        done |= zip(told.ids, told.columns.unpack(), strict=True)
+        finished = engine.start(Engine.collect, 0.02).wait(DEADLINE)[0]
+        done |= zip(finished.ids, finished.columns.unpack(), strict=True)
         # As the work goes on, so do the updates: none is left for the end, when nothing runs.
         if version < UPDATES and len(done) >= (version + 0.2) * len(requests) / (UPDATES + 1):
             version += 1
@@ -108,7 +118,9 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
-    requests = [one for i, prompt in enumerate(prompts) for one in turns(i, SAMPLES, prompt, LENGTH, 7 * i)]
+    requests = []
+    for group, prompt in enumerate(prompts):
+        requests += turns(group, SAMPLES, prompt, LENGTH, 7 * group)
     try:
         source.built().wait(DEADLINE)
         engine.built().wait(DEADLINE)
@@ -125,7 +137,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
 
 
 def check_tags(done: dict[RequestId, Completion], counts: list[dict[str, int]]) -> None:
-    """Each rollout's versions against vLLM's own count at each of the twenty commits."""
+    """Compare each rollout's versions with vLLM's own count at each of the twenty commits."""
     assert len(counts) == UPDATES
     rollouts = {str(name): rollout for name, rollout in done.items()}
     compared = 0

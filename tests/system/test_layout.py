@@ -28,7 +28,7 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """One process's part of a vLLM engine, without the engine."""
+    """Set up one process's part of a vLLM engine, without the engine."""
     before = dict(os.environ)
     os.environ.update(environment("cpu", []))
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -46,17 +46,19 @@ def world() -> Iterator[None]:
 
 @contextmanager
 def tensor_parallel(size: int, rank: int) -> Iterator[None]:
-    """vLLM's layers built within think that they are rank `rank` of `size`."""
+    """Have vLLM build layers as rank `rank` of `size`."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
-    group.world_size, group.rank_in_group = size, rank
+    group.world_size = size
+    group.rank_in_group = rank
     yield
-    group.world_size, group.rank_in_group = 1, 0
+    group.world_size = 1
+    group.rank_in_group = 0
 
 
 def build(folder: Path, size: int, rank: int) -> Any:
-    """vLLM's model of a folder, its parameters not loaded."""
+    """Return vLLM's model of a folder, its parameters not loaded."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -69,20 +71,21 @@ def build(folder: Path, size: int, rank: int) -> Any:
 
 def tensors(folder: Path) -> list[Shard]:
     files = WeightFiles(folder)
-    return [Shard(n, (0,) * files.tensor(n).ndim, files.tensor(n)) for n in files.names()]
+    return [Shard(name, (0,) * files.tensor(name).ndim, files.tensor(name)) for name in files.names()]
 
 
 def plan_of(shards: list[Shard], rows: int | None = None) -> RefitPlan:
-    """rows: of two trainer ranks, the first holds this many rows of every larger tensor."""
+    """Return a plan. rows: of two trainer ranks, the first holds this many rows of every larger tensor."""
     layout = [(shard.name, shard.box.shape, "float32") for shard in shards]
     if rows is None:
         return RefitPlan.build(layout)
     ranks: list[list[TensorSlice]] = [[], []]
     for shard in shards:
-        first, rest = shard.box.shape[0], shard.box.shape[1:]
-        cut = min(rows, first)
-        ranks[0].append(TensorSlice(shard.name, shard.start, (cut, *rest)))
-        ranks[1].append(TensorSlice(shard.name, (cut, *shard.start[1:]), (first - cut, *rest)))
+        num_rows, *columns = shard.box.shape
+        rows_of_first = min(rows, num_rows)
+        ranks[0].append(TensorSlice(shard.name, shard.start, (rows_of_first, *columns)))
+        rows_of_second = num_rows - rows_of_first
+        ranks[1].append(TensorSlice(shard.name, (rows_of_first, *shard.start[1:]), (rows_of_second, *columns)))
     return RefitPlan.build(layout, ranks)
 
 
@@ -135,7 +138,8 @@ def compare(parameters: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def test_weights_that_a_model_rearranges_after_loading_are_noticed(world: None, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen3_moe")
-    model, shards = build(folder, 1, 0), tensors(folder)
+    model = build(folder, 1, 0)
+    shards = tensors(folder)
     with torch.no_grad():
         model.load_weights((shard.name, shard.tensor) for shard in shards)
         regions = record_regions(model, plan_of(shards))

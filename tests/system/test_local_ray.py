@@ -17,7 +17,9 @@ from pathlib import Path
 from rlctl.launch.local_ray import local_ray
 import ray
 
-start, folders, lost = ray.init, [], []
+start = ray.init
+folders = []
+lost = []
 
 def init(**options):
     start(**options)

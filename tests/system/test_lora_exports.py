@@ -28,21 +28,21 @@ base, adapter, prompts, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3
 llm = LLM(base, dtype="float32", enable_lora=True, max_lora_rank=8, enforce_eager=True, max_model_len=64,
           skip_tokenizer_init=True, kv_cache_memory_bytes=32 << 20)
 params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-given = [{"prompt_token_ids": each} for each in prompts]
-found = llm.generate(given, params, lora_request=LoRARequest("a", 1, adapter))
-print("\\n" + json.dumps([list(each.outputs[0].token_ids) for each in found]))
+inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+answers = llm.generate(inputs, params, lora_request=LoRARequest("a", 1, adapter))
+print("\\n" + json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
 """
 
 
 def by_transformers(model: torch.nn.Module) -> list[list[int]]:
-    found = []
+    answers = []
     for prompt in PROMPTS:
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(TOKENS):
                 ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        found.append(ids[len(prompt) :])
-    return found
+        answers.append(ids[len(prompt) :])
+    return answers
 
 
 @pytest.mark.long  # the files: tests/unit/models/test_adapter_folder.py
@@ -51,12 +51,13 @@ def test_an_export_gives_the_same_greedy_tokens_everywhere(family: str, ray_here
     peft = pytest.importorskip("peft", reason="PEFT is in the dev extra")
     from transformers import AutoModelForCausalLM
 
-    base, data = make_family(tmp_path / "base", family), sequences(6)
+    base = make_family(tmp_path / "base", family)
+    data = sequences(6)
     spec = adapters_of(base, rank=8)
-    with open_trainer(base, tmp_path, adapters=spec) as one:
+    with open_trainer(base, tmp_path, adapters=spec) as trainer:
         for _ in range(6):
-            one.train(share(data, 64), WeightedLoss(), totals(data))
-        one.export_folder(tmp_path / "trained")
+            trainer.train(share(data, 64), WeightedLoss(), totals(data))
+        trainer.export_folder(tmp_path / "trained")
     adapter = export(Target(str(tmp_path / "trained")), tmp_path / "adapter", None, print)
     merged = export(Target(str(tmp_path / "trained")), tmp_path / "merged", None, print, merged=True)
 
@@ -74,10 +75,10 @@ def test_an_export_gives_the_same_greedy_tokens_everywhere(family: str, ray_here
         answers = sample(engine, greedy(PROMPTS, TOKENS)).unpack()
     finally:
         engine.kill()
-    assert [each.tokens.tolist() for each in answers] == expected
+    assert [answer.tokens.tolist() for answer in answers] == expected
 
     command = [sys.executable, "-c", _VLLM, str(base), str(adapter), json.dumps(PROMPTS), str(TOKENS)]
     env = {**environment("cpu", []), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    made = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=600)
-    assert made.returncode == 0, made.stderr[-3000:]
-    assert json.loads(made.stdout.splitlines()[-1]) == expected
+    vllm = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=600)
+    assert vllm.returncode == 0, vllm.stderr[-3000:]
+    assert json.loads(vllm.stdout.splitlines()[-1]) == expected
