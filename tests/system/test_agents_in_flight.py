@@ -93,7 +93,7 @@ class Scene:
 
 
 @contextmanager
-def scene(folder: Path, logs: Path, root: Path) -> Iterator[Scene]:
+def open_scene(folder: Path, logs: Path, root: Path) -> Iterator[Scene]:
     chat = Chat(load_tokenizer(str(folder)), (folder / "chat_template.jinja").read_text(), None, folder)
     (root / "agent.py").write_text(AGENT)
     spec = EnvironmentSpec(f"{root}/agent.py:run", DEADLINE, agent=AgentSpec())
@@ -122,28 +122,28 @@ def scene(folder: Path, logs: Path, root: Path) -> Iterator[Scene]:
 @pytest.mark.long  # an engine
 def test_weights_change_between_requests_and_in_the_middle_of_a_stream(ray_here: Path, tmp_path: Path) -> None:
     folder = float32_model(tmp_path / "model")
-    with scene(folder, ray_here, tmp_path) as play:
+    with open_scene(folder, ray_here, tmp_path) as scene:
         tasks = [Task(f"r{number}", [], "", None, {"here": str(tmp_path)}) for number in range(SESSIONS)]
         starts = [
             RolloutStart(RolloutId("train", task.id, number, 0), task, STREAMED, 1.0, number, 0)
             for number, task in enumerate(tasks)
         ]
-        play.runner.events.ask(lambda: play.runner.begin(starts, play.ended.append))
+        scene.runner.events.ask(lambda: scene.runner.begin(starts, scene.ended.append))
         version = 0
         for turn in range(3):
             if turn == 1:
                 # In the middle of a stream, three times; then between it and the next turn.
-                until(lambda: (play.check(), play.dispatcher.stats()[0].tokens > SESSIONS * SHORT)[1])
+                until(lambda: (scene.check(), scene.dispatcher.stats()[0].tokens > SESSIONS * SHORT)[1])
                 for version in range(2, 5):
-                    play.pool.sync(version)
-            until(lambda turn=turn: (play.check(), _all_have_ended(turn, tmp_path))[1])
+                    scene.pool.sync(version)
+            until(lambda turn=turn: (scene.check(), _all_have_ended(turn, tmp_path))[1])
             version += 1
-            play.pool.sync(version)
+            scene.pool.sync(version)
             (tmp_path / f"after-{turn}").touch()
-        until(lambda: (play.check(), len(play.ended) == SESSIONS)[1])
+        until(lambda: (scene.check(), len(scene.ended) == SESSIONS)[1])
     models = Models(folder)
-    for rollout in play.ended:
-        completions = [completion for _, completion in play.sampled[rollout.id]]
+    for rollout in scene.ended:
+        completions = [completion for _, completion in scene.sampled[rollout.id]]
         versions = [[version for _, _, version in spans(completion)] for completion in completions]
         # The streamed turn is the second of three.
         assert versions == [[0], [1, 2, 3, 4], [5]]
@@ -152,7 +152,7 @@ def test_weights_change_between_requests_and_in_the_middle_of_a_stream(ray_here:
         (row,) = rollout.rows
         for name, column in (("tokens", row.tokens), ("versions", row.versions), ("log_probs", row.log_probs)):
             assert np.array_equal(column[row.sampled], np.concatenate([getattr(turn, name) for turn in completions]))
-        for request, completion in play.sampled[rollout.id]:
+        for request, completion in scene.sampled[rollout.id]:
             expected = with_kept_keys(models, list(request.prompt_tokens), completion)
             assert np.abs(expected - completion.log_probs).max() < 5e-5
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,8 @@ def test_several_nodes_on_this_machine(clusters: Clusters) -> None:
     clusters.run("up", "local", "nodes=3", "num_cpus=1", "name=three")
     status = json.loads(clusters.run("status", "--json")[0])
     assert [node["condition"] for node in status["nodes"]] == ["up"] * 3
-    for node in status["nodes"]:
-        assert {address for address, _, _ in node["listening"]} == {"127.0.0.1"}
+    listeners = chain.from_iterable(node["listening"] for node in status["nodes"])
+    assert {address for address, _, _ in listeners} == {"127.0.0.1"}
     folders = [node["folder"] for node in clusters.state("three")["nodes"]]
     clusters.run("down", "three")
     assert gone(folders)
