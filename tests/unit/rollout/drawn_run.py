@@ -230,7 +230,7 @@ class DrawnRun:
 
     def check_engines_of(self, first: RequestId) -> None:
         """Check that a rollout goes from engine to engine no more often than its group may fail."""
-        # An episode that is played again, and a group that was put off, make the same request again.
+        # A second try of an episode makes the same request again, and so does a deferred group.
         if self.max_age and not self.plays_episodes:
             engines = len(FakeWorker.worker_ids_by_request[first])
             max_failures = self.config.generation.max_generation_failures

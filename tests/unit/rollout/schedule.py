@@ -79,7 +79,7 @@ class Schedule(DrawnRun):
         self.check_end()
 
     def check_end(self) -> None:
-        """Check that every task ended or waits for a further step, and that nothing runs once the buffer is closed."""
+        """Check the outcome of every task, and that nothing runs once the buffer is closed."""
         ended = set(self.ended)
         waiting_groups = self.list_groups()
         waiting = {group["number"] for group in waiting_groups}

@@ -38,7 +38,7 @@ class Conversations:
         self.stage = stage
         self.random = random
         self.last_turn = last_turn
-        # Requests that were answered and whose environment has not acted yet.
+        # Answered requests whose environment has not acted yet.
         self.acting: list[TurnRequest] = []
         self.answered_ids: list[RequestId] = []
         # Name of the engine that was seen to sample each request.
