@@ -67,7 +67,7 @@ class Stage:
         return collect_all(self.engine, requests)
 
     def refuses(self, requests: list[TurnRequest]) -> bool:
-        """Expect an error from a submission. Return True if nothing of it runs."""
+        """Submit requests and expect an error. Return True if no request runs afterwards."""
         with pytest.raises(WorkerError):
             self.submit(requests)
         return self.nothing_runs()
