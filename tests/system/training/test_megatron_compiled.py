@@ -82,7 +82,8 @@ def test_packs_of_other_sizes_are_compiled_for_once(
     options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=has_float32_residual)}
     dtype = "bfloat16" if has_float32_residual else "float32"
     with open_trainer(model, tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as trainer:
-        train(64)
+        # Counted as well: torch compiles again where its configuration differs, and `new_graphs` changes it.
+        assert new_graphs(partial(train, 64)) > 0
         # Norms of hidden states and of heads, with gradient and without.
         assert count_variants(rms_norm) >= 4
         assert count_variants(rotate_pair) >= 2
