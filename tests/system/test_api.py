@@ -90,7 +90,12 @@ def test_problems_of_a_later_stage_come_as_problems_and_a_failed_run_as_its_reas
         return 1.0
 
     engine = WITHOUT_VLLM.partition("=")[2]
-    overrides = {"generation.engine": engine, "grpo.num_steps": 5, "rewards": [only_right_answers]}
-    with pytest.raises(rlctl.RunFailed, match=r"test_api\.py:\d+: wrong answers are not for me") as failure:
+    overrides = {
+        "generation.engine": engine,
+        "health.failed_reward_steps": 1,
+        "grpo.num_steps": 5,
+        "rewards": [only_right_answers],
+    }
+    with pytest.raises(rlctl.RunFailed, match=r"raised ValueError at .*test_api\.py:\d+") as failure:
         rlctl.train("grpo-tiny", overrides, log=None)
     assert failure.value.run and failure.value.run.status == "failed"
