@@ -131,7 +131,7 @@ def test_a_tracker_is_shown_by_its_own_program(
 
 
 def write_run_of_sizes(folder: Path, *overrides: str) -> tuple[Any, RunDir]:
-    """Write a run with a config of its own. Return its settled config too."""
+    """Write a run with this config. Return its settled config too."""
     composed = load("grpo", None, list(overrides))
     _, run = write_run(folder)
     run.config.write_text(composed.to_yaml())

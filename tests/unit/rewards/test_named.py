@@ -65,7 +65,7 @@ CHAT = [{"role": "user", "content": "2+2?"}]
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    # Each test's module has a name of its own in `sys.modules`.
+    # Each test's module has a different name in `sys.modules`.
     file = tmp_path / f"{tmp_path.name}.py"
     file.write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
