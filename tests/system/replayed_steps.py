@@ -20,7 +20,7 @@ from rlctl.generation.vllm.kind import environment
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import collect_all
 from tests.turns import turn
-from tests.unit.generation.vllm.fast.test_step_outputs import state
+from tests.unit.generation.vllm.fast.test_step_outputs import make_state
 
 STOP = 1
 DEADLINE = 600.0
@@ -244,7 +244,7 @@ class Replay:
             params = SamplingParams(
                 max_tokens=self._random.randrange(1, 100), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
             )
-            self._states[name] = state()
+            self._states[name] = make_state()
             request = Request(name, prompt, params, None, cache_salt="v0", block_hasher=self._hasher)
             self._scheduler.add_request(request)
         running = [request.request_id for request in self._scheduler.running]

@@ -21,7 +21,8 @@ class FakeWorker:
     lost_its_node = False
 
     def __init__(self, spec: Any) -> None:
-        self.name, self.alive = spec.name, True
+        self.name = spec.name
+        self.alive = True
 
     def built(self) -> "FakeWorker":
         return self
@@ -44,7 +45,8 @@ class FakeRefit:
     """Fails by plan: one entry an attempt, from places of engines to their fates."""
 
     def __init__(self, *failures: dict[int, Exception]) -> None:
-        self.failures, self.resent = list(failures), list[tuple[list[str], list[str]]]()
+        self.failures = list(failures)
+        self.resent = list[tuple[list[str], list[str]]]()
 
     def _attempt(self) -> None:
         if self.failures and (failure := self.failures.pop(0)):
@@ -70,7 +72,11 @@ class FakeRefit:
 class Spec:
     """As much of an EngineSpec as the pool reads."""
 
-    kind, tensor_parallel_size, max_num_seqs, sleeps, version = "vllm", 1, 4, True, -1
+    kind = "vllm"
+    tensor_parallel_size = 1
+    max_num_seqs = 4
+    sleeps = True
+    version = -1
 
 
 @pytest.fixture
@@ -98,11 +104,13 @@ def test_all_engines_come_to_the_version(make: Any) -> None:
 
 def test_a_dead_engine_is_rebuilt_and_an_untouched_one_gets_the_version_again(make: Any) -> None:
     pool, refit, events = make({1: DIED, 2: UNTOUCHED})
-    dead, sound = pool.slots[1], pool.slots[2]
+    dead_engine = pool.slots[1]
+    untouched_engine = pool.slots[2]
     report = pool.sync(4)
     # At once, while the other one starts.
     assert refit.resent == [([], ["engine-2"]), (["engine-1"], [])]
-    assert not dead.alive and pool.slots[1] is not dead and pool.slots[2] is sound
+    assert not dead_engine.alive and pool.slots[1] is not dead_engine
+    assert pool.slots[2] is untouched_engine
     assert report.rebuilt == (1,) and not report.bytes
     assert events == [("engine_lost", 1), ("engine_restarted", 1)]
 
@@ -126,8 +134,8 @@ def test_a_dead_engine_costs_its_own_restart_alone_whatever_the_others_were_doin
     intact = WorkerError("refit_receive", [Failure("engine", failure.__name__, "a peer is lost", "")])
     pool, refit, events = make({3: DIED} | {index: intact for index in range(8) if index != 3}, engines=8, restarts=1)
     assert pool.sync(4).rebuilt == (3,)
-    others = [f"engine-{index}" for index in range(8) if index != 3]
-    assert refit.resent == [([], others), (["engine-3"], [])]
+    intact_engines = [f"engine-{index}" for index in range(8) if index != 3]
+    assert refit.resent == [([], intact_engines), (["engine-3"], [])]
     assert events == [("engine_lost", 3), ("engine_restarted", 3)]
 
 
@@ -151,26 +159,32 @@ def test_restarts_are_bounded(make: Any) -> None:
         pool.sync(4)
 
 
-def raised(text: str, call: str = "collect") -> WorkerError:
+def make_error(text: str, call: str = "collect") -> WorkerError:
     return WorkerError(call, [Failure("engine", "RuntimeError", text, "")])
 
 
 def test_an_error_that_two_engines_raise_before_any_token_ends_the_run(make: Any) -> None:
     pool, _, events = make(engines=1)
-    pool.replace({0: raised("no kernel for head_dim=24 at 0x7f00")}, early=[0])
+    pool.replace({0: make_error("no kernel for head_dim=24 at 0x7f00")}, early=[0])
     with pytest.raises(EngineUnusable, match="engine-0 cannot sample, as the one before it: RuntimeError: no kernel"):
-        pool.replace({0: raised("no kernel for head_dim=24 at 0x8a10")}, early=[0])
+        pool.replace({0: make_error("no kernel for head_dim=24 at 0x8a10")}, early=[0])
     assert events == [("engine_lost", 0), ("engine_restarted", 0), ("engine_lost", 0)]
     # Two engines that begin together need no restart to know it.
     pool, _, events = make(engines=2)
     with pytest.raises(EngineUnusable):
-        pool.replace({0: raised("no kernel"), 1: raised("no kernel")}, early=[0, 1])
+        pool.replace({0: make_error("no kernel"), 1: make_error("no kernel")}, early=[0, 1])
     assert "engine_restarted" not in dict(events)
 
 
 def test_an_engine_that_has_sampled_or_died_or_raises_another_error_is_replaced(make: Any) -> None:
     pool, _, events = make(engines=1)
-    for error, early in ((raised("a"), [0]), (raised("a"), []), (raised("b"), [0]), (DIED, [0]), (DIED, [0])):
+    for error, early in (
+        (make_error("a"), [0]),
+        (make_error("a"), []),
+        (make_error("b"), [0]),
+        (DIED, [0]),
+        (DIED, [0]),
+    ):
         pool.replace({0: error}, early)
     assert [kind for kind, _ in events] == ["engine_lost", "engine_restarted"] * 5
 
@@ -183,6 +197,6 @@ def test_sleeping_engines_wake_around_the_refit_and_sample_nothing_before(make: 
     CALLS.clear()
     report = pool.sync(7)
     assert report.rest > 0 and report.wake > 0
-    woken = [("engine-0", "wake", part) for part in ("weights", "kv_cache")]
-    assert [("trainers", "rest"), woken[0], ("refit", 7), woken[1]] == CALLS
+    wake_calls = [("engine-0", "wake", part) for part in ("weights", "kv_cache")]
+    assert [("trainers", "rest"), wake_calls[0], ("refit", 7), wake_calls[1]] == CALLS
     pool.require_awake()

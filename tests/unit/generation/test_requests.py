@@ -21,19 +21,20 @@ def rollout(purpose: Purpose, group: int, index: int = 0, attempt: int = 0) -> R
 def test_the_same_identity_gives_the_same_seed_whatever_its_task_is_called(
     run: int, purpose: Purpose, group: int, size: int, index: int
 ) -> None:
-    one = rollout(purpose, group, index)
-    seed = rollout_seed(run, one, size)
-    assert seed == rollout_seed(run, replace(one, task="e9-r9"), size)
+    rollout_id = rollout(purpose, group, index)
+    seed = rollout_seed(run, rollout_id, size)
+    assert seed == rollout_seed(run, replace(rollout_id, task="e9-r9"), size)
     assert type(seed) is int and 0 <= seed < 2**30 + 512
     assert seed == rollout_seed(run, rollout(purpose, group), size) + index
 
 
 def test_runs_purposes_attempts_steps_and_tasks_do_not_share_seeds() -> None:
-    drawn = [
+    attempts: list[tuple[Purpose, int]] = [("train", 0), ("validation", 0), ("parity", 0), ("train", 1)]
+    seeds = [
         rollout_seed(run, rollout(purpose, group, attempt=attempt), 64)
-        for run, (purpose, attempt), group in product((0, 1), [*((p, 0) for p in PURPOSES), ("train", 1)], range(128))
+        for run, (purpose, attempt), group in product((0, 1), attempts, range(128))
     ]
-    assert len(set(drawn)) == len(drawn) == 2 * 4 * 128
+    assert len(set(seeds)) == len(seeds) == 2 * 4 * 128
 
 
 def test_seeds_are_the_same_in_every_release() -> None:
@@ -63,7 +64,7 @@ def test_columns_give_every_completion_back_whole(lengths: list[int]) -> None:
     columns = PackedCompletions.pack(rows)
     assert (columns.tokens.dtype, columns.log_probs.dtype, columns.versions.dtype) == (np.int32, np.float32, np.int32)
     assert len(columns.tokens) == sum(lengths)
-    for one, other in zip(rows, columns.unpack(), strict=True):
-        assert one.finish == other.finish
+    for completion, unpacked in zip(rows, columns.unpack(), strict=True):
+        assert completion.finish == unpacked.finish
         for name in ("tokens", "log_probs", "versions"):
-            assert getattr(one, name).tolist() == getattr(other, name).tolist()
+            assert getattr(completion, name).tolist() == getattr(unpacked, name).tolist()

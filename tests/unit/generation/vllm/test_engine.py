@@ -32,11 +32,13 @@ class Model(FakeModel):
 
     def __init__(self, mode: str = "direct", overwrites: tuple[bool, ...] = (True, True), failing: str = "") -> None:
         super().__init__()
-        self.levels, self.failing = list[int](), [failing] * 2
+        self.levels = list[int]()
+        self.failing = [failing] * 2
         self.error: type[RefitError] = RefitError
         # Tensor whose live numbers differ.
         self.differs = ""
-        self.steps, self.proven_after = 0, list[int]()
+        self.steps = 0
+        self.proven_after = list[int]()
         self._mode: Any = mode
         self._overwrites = overwrites
 
@@ -90,48 +92,48 @@ class Model(FakeModel):
         return super().step()
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, model: FakeModel | None = None) -> SteppedEngine:
+def make_engine(monkeypatch: pytest.MonkeyPatch, model: FakeModel | None = None) -> SteppedEngine:
     """Return an engine at version 4, whose model has room for four running and 16 waiting sequences.
 
     An answer has three tokens.
     """
     answer(monkeypatch, lambda request: 3)
-    one = SteppedEngine(model)
-    one.serve(4, Header(4, "digest", "all"), torn=False)
+    engine = SteppedEngine(model)
+    engine.serve(4, Header(4, "digest", "all"), torn=False)
     if isinstance(model, Model):
         transport: Any = None
-        one.refit_open(transport, transport, 1, "auto", False)
-    return one
+        engine.refit_open(transport, transport, 1, "auto", False)
+    return engine
 
 
 def test_what_runs_ends_with_the_refit_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = engine(monkeypatch, Model(failing="lm_head.weight arrived changed"))
-    one.submit(turns(0, 2, [1], 8))
+    engine = make_engine(monkeypatch, Model(failing="lm_head.weight arrived changed"))
+    engine.submit(turns(0, 2, [1], 8))
     with pytest.raises(RefitError, match="arrived changed"):
-        one.refit_receive(HEADER)
+        engine.refit_receive(HEADER)
     with pytest.raises(RefitError, match="arrived changed"):
-        one.collect(0.0)
+        engine.collect(0.0)
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
-        one.submit([turn(1)])
+        engine.submit([turn(1)])
 
 
 def test_what_runs_waits_for_the_version_where_a_refit_lost_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(failing="engine-1 died")
     model.error = PeerLost
-    one = engine(monkeypatch, model)
-    one.submit([turn(0)])
-    one.step()
+    engine = make_engine(monkeypatch, model)
+    engine.submit([turn(0)])
+    engine.step()
     with pytest.raises(RefitInterrupted, match="engine-1 died"):
-        one.refit_receive(HEADER)
-    assert not one._has_work
+        engine.refit_receive(HEADER)
+    assert not engine._has_work
     # It takes requests meanwhile, and goes on once the version is there.
-    one.submit([turn(1)])
+    engine.submit([turn(1)])
     model.failing = ["", ""]
-    one.refit_receive(HEADER)
-    assert one._has_work
-    while one.active:
-        one.step()
-    turns = one.collect(0.0)
+    engine.refit_receive(HEADER)
+    assert engine._has_work
+    while engine.active:
+        engine.step()
+    turns = engine.collect(0.0)
     versions = {str(name): done.versions.tolist() for name, done in zip(turns.ids, turns.columns.unpack())}
     assert versions == {str(turn(0).id): [4, 5, 5], str(turn(1).id): [5, 5, 5]}
 
@@ -139,90 +141,91 @@ def test_what_runs_waits_for_the_version_where_a_refit_lost_a_peer(monkeypatch: 
 def test_requests_enter_a_few_a_step_and_each_is_answered_by_the_weights_that_it_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one = engine(monkeypatch)
-    one.submit([turn(number) for number in range(30)])
-    one.step()
-    assert len(one.model.running) == 20
+    engine = make_engine(monkeypatch)
+    engine.submit([turn(number) for number in range(30)])
+    engine.step()
+    assert len(engine.model.running) == 20
     # The last two are given up, and the last one is asked for again.
-    assert one.abort([turn(28).id, turn(29).id]) == 0
-    one.submit([turn(29)])
-    one.serve(5, HEADER, torn=False)
-    found = dict[str, list[int]]()
-    while one.active:
-        one.step()
-        turns = one.collect(0.0)
-        found |= {str(name): done.versions.tolist() for name, done in zip(turns.ids, turns.columns.unpack())}
+    assert engine.abort([turn(28).id, turn(29).id]) == 0
+    engine.submit([turn(29)])
+    engine.serve(5, HEADER, torn=False)
+    versions_by_name = dict[str, list[int]]()
+    while engine.active:
+        engine.step()
+        turns = engine.collect(0.0)
+        versions_by_name |= {str(name): done.versions.tolist() for name, done in zip(turns.ids, turns.columns.unpack())}
     versions = [[4, 5, 5]] * 20 + [[5, 5, 5]] * 8
-    assert found == {str(turn(number).id): versions[number] for number in range(28)} | {str(turn(29).id): [5, 5, 5]}
+    expected_versions = {str(turn(number).id): versions[number] for number in range(28)}
+    assert versions_by_name == expected_versions | {str(turn(29).id): [5, 5, 5]}
 
 
 def test_what_has_not_entered_ends_with_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(llm: Any, request: Any) -> None:
         raise MemoryError("no room for a request")
 
-    one = engine(monkeypatch)
+    engine = make_engine(monkeypatch)
     monkeypatch.setattr("rlctl.generation.vllm.engine.add_request", fail)
-    one.submit([turn(0), turn(1)])
-    one.step()
-    assert not one.active
+    engine.submit([turn(0), turn(1)])
+    engine.step()
+    assert not engine.active
     with pytest.raises(MemoryError, match="no room for a request"):
-        one.collect(0.0)
+        engine.collect(0.0)
     with pytest.raises(RuntimeError, match="must not be used: vLLM failed in a step"):
-        one.submit([turn(2)])
+        engine.submit([turn(2)])
 
 
-def slept(monkeypatch: pytest.MonkeyPatch, model: Model) -> SteppedEngine:
+def wake_engine(monkeypatch: pytest.MonkeyPatch, model: Model) -> SteppedEngine:
     """Return an engine that slept, and is awake again."""
-    one = engine(monkeypatch, model)
-    one.sleep()
-    one.wake("weights")
-    one.wake("kv_cache")
-    return one
+    engine = make_engine(monkeypatch, model)
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    return engine
 
 
 def test_an_engine_whose_weights_were_dropped_samples_nothing_before_a_refit_made_others_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Model("staged", failing="arrived changed")
-    one = slept(monkeypatch, model)
+    engine = wake_engine(monkeypatch, model)
     assert model.levels == [2]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="weights were dropped when it fell asleep: a refit must come first"):
-            one.submit([turn(1)])
+            engine.submit([turn(1)])
         # Other weights arrive, changed; the live ones stay as bad.
         with pytest.raises(Untouched, match="arrived changed"):
-            one.refit_receive(HEADER)
-    one.serve(5, HEADER, torn=False)
-    one.submit([turn(1)])
-    assert one.active
+            engine.refit_receive(HEADER)
+    engine.serve(5, HEADER, torn=False)
+    engine.submit([turn(1)])
+    assert engine.active
 
 
 def test_weights_are_kept_where_a_refit_leaves_one_worker_anything_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(overwrites=(True, False))
-    one = slept(monkeypatch, model)
+    engine = wake_engine(monkeypatch, model)
     assert model.levels == [1]
-    one.submit([turn(1)])
+    engine.submit([turn(1)])
 
 
 def test_a_failure_is_raised_when_every_worker_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model("staged")
-    one = engine(monkeypatch, model)
+    engine = make_engine(monkeypatch, model)
     model.failing = ["rank 0 lost its peer", "rank 1 lost its peer"]
     with pytest.raises(Untouched, match="rank 0 lost its peer"):
-        one.refit_receive(HEADER)
+        engine.refit_receive(HEADER)
     model.failing = ["", "rank 1 lost its peer"]
     with pytest.raises(Untouched, match="rank 1 lost its peer"):
-        one.refit_receive(HEADER)
+        engine.refit_receive(HEADER)
     model.failing = ["", ""]
-    report = one.refit_receive(HEADER)
-    assert report.received.bytes == 1 and one.version == 5
+    report = engine.refit_receive(HEADER)
+    assert report.received.bytes == 1 and engine.version == 5
 
 
 def test_a_commit_lasts_until_the_device_of_every_worker_has_done_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model("staged")
-    one = engine(monkeypatch, model)
-    assert one.refit_receive(HEADER).commit == 0.25 and model.committing == 0
-    assert one.collect(0.0).stats.paused == 0.25
+    engine = make_engine(monkeypatch, model)
+    assert engine.refit_receive(HEADER).commit == 0.25 and model.committing == 0
+    assert engine.collect(0.0).stats.paused == 0.25
 
 
 def test_a_version_is_proven_after_the_step_that_follows_before_its_tokens_are_answers(
@@ -230,35 +233,35 @@ def test_a_version_is_proven_after_the_step_that_follows_before_its_tokens_are_a
 ) -> None:
     """The device is at work meanwhile: an engine that proved at once would stall for a step."""
     model = Model("staged")
-    one = engine(monkeypatch, model)
-    one.submit([turn(0)])
-    one.step()
+    engine = make_engine(monkeypatch, model)
+    engine.submit([turn(0)])
+    engine.step()
     # As `refit_receive` does on the engine's thread.
-    one._change(PROVEN, lambda: one._make_live(PROVEN, [REPORT]))
+    engine._change(PROVEN, lambda: engine._make_live(PROVEN, [REPORT]))
     assert not model.proven_after
-    one.step()
+    engine.step()
     assert model.proven_after == [2, 2]
-    one.step()
-    assert one.collect(0.0).columns.unpack()[0].versions.tolist() == [4, 5, 5]
+    engine.step()
+    assert engine.collect(0.0).columns.unpack()[0].versions.tolist() == [4, 5, 5]
     # An engine that samples nothing proves at once.
-    report = one.refit_receive(PROVEN)
+    report = engine.refit_receive(PROVEN)
     assert report.proofs == (LiveProof(5, 7, 1, 1),) * 2
     assert model.proven_after == [2, 2, 3, 3]
 
 
 def test_no_answer_leaves_an_engine_whose_live_adapters_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model("staged")
-    one = engine(monkeypatch, model)
-    one.submit([turn(0), turn(1)])
-    one.step()
-    one.step()
+    engine = make_engine(monkeypatch, model)
+    engine.submit([turn(0), turn(1)])
+    engine.step()
+    engine.step()
     model.differs = "q_proj.lora_B.weight"
-    one._change(PROVEN, lambda: one._make_live(PROVEN, [REPORT]))
+    engine._change(PROVEN, lambda: engine._make_live(PROVEN, [REPORT]))
     # The step that ends both.
-    one.step()
+    engine.step()
     with pytest.raises(RefitError, match=r"lora_B\.weight is live with other numbers"):
-        one._proofs()
+        engine._proofs()
     with pytest.raises(RefitError, match=r"lora_B\.weight is live with other numbers"):
-        one.collect(0.0)
+        engine.collect(0.0)
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
-        one.submit([turn(2)])
+        engine.submit([turn(2)])

@@ -8,15 +8,16 @@ import pytest
 from rlctl.generation.vllm.weight_loader import LostWeights
 
 
-@pytest.mark.parametrize("shown", [logging.INFO, logging.ERROR])
-def test_layers_that_a_reload_warns_of_are_collected_once(shown: int) -> None:
+@pytest.mark.parametrize("log_level", [logging.INFO, logging.ERROR])
+def test_layers_that_a_reload_warns_of_are_collected_once(log_level: int) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
     message = "%s: Failed to load weights"
     assert f'logger.warning("{message}", layer.__class__.__name__)' in inspect.getsource(layerwise)
     logger = logging.getLogger(layerwise.__name__)
-    before, own = logger.level, list(logger.handlers)
-    logger.setLevel(shown)
+    level_before = logger.level
+    handlers = list(logger.handlers)
+    logger.setLevel(log_level)
     try:
         with LostWeights() as lost:
             for layer in ("OAIAttention", "RoutedExperts", "OAIAttention", "ParallelLMHead"):
@@ -24,6 +25,6 @@ def test_layers_that_a_reload_warns_of_are_collected_once(shown: int) -> None:
             layerwise.logger.warning("Allocating %.1f MB of device memory", 1.0)
         layerwise.logger.warning(message, "RMSNorm")
         assert lost.layers == ["OAIAttention", "RoutedExperts"]
-        assert (logger.level, logger.handlers) == (shown, own)
+        assert (logger.level, logger.handlers) == (log_level, handlers)
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level_before)

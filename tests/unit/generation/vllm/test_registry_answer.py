@@ -22,7 +22,8 @@ def test_an_architecture_that_vllm_lacks_is_one_line_now_and_at_the_next_start(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "known").mkdir()
     (tmp_path / "known" / "config.json").write_text(json.dumps(MODEL))
-    sizes, folder = read_sizes(tmp_path / "known" / "config.json"), str(tmp_path)
+    sizes = read_sizes(tmp_path / "known" / "config.json")
+    folder = str(tmp_path)
     config = {"model_type": "codegen", "architectures": ["CodeGenForCausalLM"], "n_positions": 128}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ENGINE.find_refusal("cuda", folder, sizes) is None
@@ -46,11 +47,11 @@ def test_an_error_in_vllms_class_of_the_model_is_one_line_with_the_key_that_it_r
     place = Path(vllm.__file__).parent / "model_executor/models/mimo_v2.py"
     with pytest.raises(AttributeError) as raised:
         exec(compile("config.hybrid_layer_pattern", place, "exec"), {"config": MiMoV2FlashConfig()})
-    said = str(refusal(raised.value, str(tmp_path)))
-    assert said.startswith(
+    message = str(refusal(raised.value, str(tmp_path)))
+    assert message.startswith(
         f"{tmp_path}: vLLM {vllm.__version__} does not build MiMoV2FlashForCausalLM: AttributeError: "
     )
-    assert said.endswith("; it reads hybrid_layer_pattern from config.json")
+    assert message.endswith("; it reads hybrid_layer_pattern from config.json")
 
 
 def test_another_error_is_vllms_own(tmp_path: Path) -> None:
@@ -61,11 +62,11 @@ def test_another_error_is_vllms_own(tmp_path: Path) -> None:
 def test_an_adapter_of_any_rank_is_served_by_a_rank_that_vllm_takes() -> None:
     from vllm.config.lora import LoRAConfig, MaxLoRARanks
 
-    known = get_args(MaxLoRARanks)
-    for rank in range(1, max(known) + 1):
-        _, *given = lora_options(rank).split()
-        room = int(given[1]) if given else LoRAConfig.max_lora_rank
-        assert room in known and room >= rank
+    vllm_ranks = get_args(MaxLoRARanks)
+    for rank in range(1, max(vllm_ranks) + 1):
+        _, *rank_option = lora_options(rank).split()
+        max_rank = int(rank_option[1]) if rank_option else LoRAConfig.max_lora_rank
+        assert max_rank in vllm_ranks and max_rank >= rank
 
 
 def test_a_models_class_is_looked_at_in_the_engines_own_process(

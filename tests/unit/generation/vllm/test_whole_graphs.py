@@ -11,7 +11,7 @@ from tests.tiny_models import make_model
 
 
 @pytest.mark.parametrize(
-    ("kind", "dim", "more", "whole"),
+    ("kind", "dim", "config_keys", "is_whole"),
     [
         ("qwen3", 128, {}, True),
         ("llama", 128, {}, True),
@@ -23,10 +23,12 @@ from tests.tiny_models import make_model
         ("qwen3_5_text", 128, {"layer_types": ["linear_attention", "full_attention"]}, False),
     ],
 )
-def test_only_plain_heads_of_128_may(kind: str, dim: int, more: dict[str, Any], whole: bool, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "model", kind, head_dim=dim, more=more)
+def test_only_plain_heads_of_128_may(
+    kind: str, dim: int, config_keys: dict[str, Any], is_whole: bool, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "model", kind, head_dim=dim, more=config_keys)
     load_facts(folder)
-    assert allows_full_graphs(str(folder)) is whole
+    assert allows_full_graphs(str(folder)) is is_whole
     assert not is_worth_a_note(str(folder))
 
 

@@ -25,12 +25,12 @@ class Scheduler:
         return {0: SimpleNamespace(outputs=outputs)}
 
 
-def state() -> Any:
+def make_state() -> Any:
     return SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[])))
 
 
 def step(scheduler: Any, rows: list[tuple[str, int, float, bool, bool]], several: bool = False) -> list[Any]:
-    """One step: rows of the device's batch come in another order."""
+    """Make one step. The rows of the device's batch come in another order."""
     order = sorted(rows, reverse=True)
     log_probs = np.array([[value, 0.0] for _, _, value, _, _ in order], np.float32).reshape(len(order), 2)
     lists = SimpleNamespace(logprobs=log_probs, cu_num_generated_tokens=[0] if several else None)
@@ -40,7 +40,8 @@ def step(scheduler: Any, rows: list[tuple[str, int, float, bool, bool]], several
 
 
 def test_a_request_is_handed_on_once_with_all_of_its_tokens() -> None:
-    scheduler, states = Scheduler(), {"a": state(), "b": state()}
+    scheduler = Scheduler()
+    states = {"a": make_state(), "b": make_state()}
     StepOutputs(scheduler, states)
     assert step(scheduler, [("a", 5, -1.0, False, True), ("b", 6, -2.0, False, True)]) == []
     [ended] = step(scheduler, [("a", 7, -0.5, True, True), ("b", 8, -4.0, False, True)])
@@ -50,7 +51,8 @@ def test_a_request_is_handed_on_once_with_all_of_its_tokens() -> None:
 
 
 def test_a_token_that_the_scheduler_drops_has_no_log_prob() -> None:
-    scheduler, states = Scheduler(), {"a": state()}
+    scheduler = Scheduler()
+    states = {"a": make_state()}
     StepOutputs(scheduler, states)
     step(scheduler, [("a", 5, -1.0, False, True)])
     step(scheduler, [("a", 6, -9.0, False, False)])
@@ -60,7 +62,8 @@ def test_a_token_that_the_scheduler_drops_has_no_log_prob() -> None:
 
 
 def test_aborted_requests_are_forgotten() -> None:
-    scheduler, states = Scheduler(), {"a": state(), "b": state()}
+    scheduler = Scheduler()
+    states = {"a": make_state(), "b": make_state()}
     outputs = StepOutputs(scheduler, states)
     step(scheduler, [("a", 5, -1.0, False, True), ("b", 6, -2.0, False, True)])
     del states["b"]
@@ -84,22 +87,26 @@ def test_several_tokens_a_step_are_refused_rather_than_mistaken() -> None:
     drops=st.sets(st.tuples(st.integers(0, 5), st.integers(0, 9))),
 )
 def test_every_request_gets_its_own_tokens_in_order(lengths: list[int], drops: set[tuple[int, int]]) -> None:
-    scheduler, states = Scheduler(), {str(n): state() for n in range(len(lengths))}
+    scheduler = Scheduler()
+    states = {str(number): make_state() for number in range(len(lengths))}
     StepOutputs(scheduler, states)
     expected: dict[str, list[int]] = {name: [] for name in states}
-    found, now = dict[str, list[int]](), 0
-    while len(found) < len(lengths):
+    tokens_by_name = dict[str, list[int]]()
+    step_number = 0
+    while len(tokens_by_name) < len(lengths):
         rows = []
-        for n, length in enumerate(lengths):
-            name, counts = str(n), (n, now) not in drops
-            if name in found or len(expected[name]) == length:
+        for number, length in enumerate(lengths):
+            name = str(number)
+            counts = (number, step_number) not in drops
+            if name in tokens_by_name or len(expected[name]) == length:
                 continue
-            token = 100 * n + now
+            token = 100 * number + step_number
             if counts:
                 expected[name].append(token)
             rows.append((name, token, -float(token), counts and len(expected[name]) == length, counts))
         for ended in step(scheduler, rows):
-            found[ended.request_id] = ended.new_token_ids
-        now += 1
-    assert found == expected
-    assert all(states[name].logprobs_processor.logprobs.logprobs == [-float(t) for t in found[name]] for name in found)
+            tokens_by_name[ended.request_id] = ended.new_token_ids
+        step_number += 1
+    assert tokens_by_name == expected
+    for name, tokens in tokens_by_name.items():
+        assert states[name].logprobs_processor.logprobs.logprobs == [-float(token) for token in tokens]
