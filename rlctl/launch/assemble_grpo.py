@@ -36,7 +36,7 @@ class GrpoParts:
     probe_only: bool
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
-        """Tokenize the tasks, try environments and rewards on the first one, and an advantage of the user's."""
+        """Tokenize the tasks. Try environments, rewards and the user's own advantage on the first task."""
         from rlctl.grpo.advantages.trial import try_advantage
 
         session = self.session

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlctl.training.trainer_group import TrainerGroup
     from rlctl.workers.group import WorkerGroup
 
-# Channels grow by themselves; a batch of the tiny run fits, a larger one grows them during the warm-up.
+# Bytes of a channel at first. A batch of the tiny run fits; a larger batch grows the channel during the warm-up.
 _BUFFER_BYTES = 1 << 20
 _CALLS = 20
 
@@ -128,7 +128,10 @@ class SftParts:
 
 
 def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:
-    """Return (sequences, tokens of each) of the passes that warm a graph up. longest: tokens of the longest sample."""
+    """Return (number of sequences, tokens of each) for each warm-up pass of a graph.
+
+    longest: tokens of the longest sample.
+    """
     config = settled.config
     graph = config.ray_compiled_graph
     lengths = [graph.warmup_seq_len or longest]

@@ -106,8 +106,8 @@ def launch_prepared(
 def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
     """Start the parts of a run, train until its last step, and end the parts.
 
-    settled: for a machine that is not known yet. An interrupt of the start ends it at once. Later, the loop ends after
-    its step.
+    settled: the run, settled for a machine that is not known yet. An interrupt ends the start at once. It ends the loop
+    after its step.
     """
     with ExitStack() as stack:
         with session.interrupts.ends_block():
@@ -130,7 +130,7 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
 def _start(
     settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
-    """Start the parts, which `stack` ends. Return the loop, None if only the check was wanted, ranks and engines."""
+    """Start the parts; `stack` ends them. Return (loop, ranks, engines). A run that only probes has no loop."""
     config = settled.config
     emit = session.events.emit
     files = find_model(config, session.run_dir, session.checkpoint)
@@ -155,7 +155,7 @@ def _start(
     def load() -> RunData[Any]:
         return parts.load(chat.result()[0], reader.take())
 
-    # The rows are tokenized while Ray starts. Engines wait for the tokens that end an answer alone.
+    # The rows are tokenized while Ray starts. Engines wait only for the tokens that end an answer.
     chat = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
     loading = meanwhile(stack, load)
     allocation = stack.enter_context(runtime.allocation(session, held_slots))
@@ -216,11 +216,11 @@ def find_model(config: RunConfig, run_dir: RunDir, resumed: Checkpoint | None) -
 
     Raises ModelError for a checkpoint's weights that are damaged.
     """
-    # At a restart too: the run itself may have deleted an earlier checkpoint that stood in.
+    # A restart looks again: the run itself may have deleted the checkpoint that stood in for the model's folder.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
     checkpoint = Path(model.path).parent
     if not checkpoint.resolve().is_relative_to(run_dir.checkpoints.resolve()):
-        # Another run that still trains would prune it. This one prunes its own as ever.
+        # Another run that still trains would prune the checkpoint. This run prunes its own checkpoints as usual.
         hold(checkpoint)
     files = ModelFiles.find(model, run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):

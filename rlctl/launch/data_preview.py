@@ -40,7 +40,7 @@ class Lengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "Lengths":
-        """Return the figures of at least one sequence."""
+        """Return the figures of one or more sequences."""
         median, p90 = np.percentile(lengths, (50, 90))
         return cls(
             total=sum(lengths),
@@ -65,7 +65,7 @@ class Piece:
 class DataPreview:
     """Facts about one data set."""
 
-    # By part: train, or each source there.
+    # Report of each part, by name: `train`, or each source of the rows.
     reports: dict[str, LengthReport]
     # Tokens that end an answer.
     ends: EndTokens

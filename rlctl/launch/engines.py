@@ -35,7 +35,7 @@ def engines(
 ) -> Iterator[RolloutDispatcher]:
     """Run `generation.num_engines` engines at the weights of `files` until the block is left.
 
-    Yields the sampling parts. stops: tokens that end an answer. version: of the weights, which every token gets.
+    Yields the sampling parts. stops: tokens that end an answer. version: of the weights; every token is given it.
     events: loop of the environments, where there are any. Raises PlacementError with the arithmetic for too few
     devices.
     """

@@ -32,9 +32,9 @@ from rlctl.workers import LOOPBACK_ONLY, changed_environment
 from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 
 _OBJECT_STORE_BYTES = 1 << 30
-# Ray refuses a smaller one.
+# Ray refuses a smaller object store.
 _LEAST_STORE_BYTES = 75 << 20
-# Ray gives its own node 30 s, a constant in its code. This is too short on a busy machine.
+# Seconds that Ray gives its own node to start, a constant in Ray's code: too few on a busy machine.
 _ATTEMPT_S = 30.0
 _ATTEMPTS = 2
 # Most bytes of a Unix socket's path.
@@ -51,7 +51,7 @@ _GIVE_UP_S = 20.0
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 # Function by which Ray starts each of its processes.
 _STARTER = "start_ray_process"
-# Commands of a raylet's agents, and the ports that each is to name.
+# Command of a raylet's agent -> the ports that this agent must name.
 _AGENT_PORTS = {
     "--dashboard_agent_command": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
     "--runtime_env_agent_command": ("runtime_env_agent_port",),
@@ -87,11 +87,13 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM in the block, and let processes of the block outlive a closed terminal.
+    """Keep this process's handler of SIGTERM in the block, and let processes that the block starts outlive a closed
+    terminal.
 
     Ray's own handler would end the process at once, without a word. A SIGHUP goes to all processes of a terminal, and
-    would end Ray's processes before the run is saved. Ray's processes inherit the mask, as they inherit Ray's own of
-    SIGINT. In this process another thread takes the signal, or the signal waits for the end of the block.
+    would end Ray's processes before the run is saved. So SIGHUP is blocked on this thread, and Ray's processes inherit
+    the mask, as they inherit Ray's own mask of SIGINT. In this process another thread takes the signal, or the signal
+    waits for the end of the block.
     """
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -144,14 +146,14 @@ def local_ray(
 ) -> Iterator[Reaper]:
     """Run a private Ray until the block is left. Yields the reaper that guards its folders.
 
-    A start that takes Ray's own 30 s is tried again: once, and for as long as another attempt ends before `deadline_s`
-    (`run.deadline_s` of a run). lost: called once, from another thread, with the reason when a process is gone that Ray
-    cannot do without. Raises RayTooSlow after the last attempt.
+    A start that exceeds Ray's own 30 s is tried again once, and then as often as another attempt would end before
+    `deadline_s` (a run's `run.deadline_s`). lost: called once, from another thread, with the reason, when a process
+    that Ray needs is gone. Raises RayTooSlow after the last attempt.
     """
     with ExitStack() as stack:
         reaper = Reaper()
         stack.callback(reaper.close)
-        # All attempts have one token: Ray reads it once a process.
+        # All attempts share one token: Ray reads the token once in a process.
         token = stack.enter_context(reaper.folder("rlctl-token-")) / "token"
         write_token(token, token_of_process())
         os.environ[TOKEN_FILE] = str(token)
@@ -166,7 +168,8 @@ def local_ray(
                     include_dashboard=False,
                     num_cpus=usable_cores(),
                     **_object_store(folder),
-                    # Ray makes its folder readable to everybody: it is below the run's, which nobody else can enter.
+                    # Ray makes its folder readable to everybody. So the folder lies below the run's own, which no other
+                    # user can enter.
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
@@ -196,9 +199,9 @@ def _watch_processes(
 ) -> Iterator[None]:
     """Watch Ray's head and this machine's raylet until the block is left.
 
-    A driver without them works on for a minute, then Ray ends it without a message.
-    lost: called once, with the reason. give_up: called if the raylet is gone and the block is not left in time. All
-    processes on this machine have ended then, and a driver without the head hears nothing.
+    A driver that has lost them works on for a minute. Then Ray ends the driver without a message. lost: called once,
+    with the reason. give_up: called if the raylet is gone and the block is not left in time. By then all of Ray's
+    processes on this machine have ended, and nothing else would tell the driver.
     """
     block_left = threading.Event()
 
@@ -239,7 +242,10 @@ def watch_node(
 
 
 def _needed_processes() -> dict[str, psutil.Process]:
-    """Return the living processes of this Ray by name; a start that was too slow leaves ended ones of these names."""
+    """Return the living processes of this Ray by name.
+
+    A start that was too slow leaves ended processes with the same names.
+    """
     processes = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.NoSuchProcess):
@@ -279,7 +285,7 @@ def _object_store(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Have a Ray that starts in the block leave out processes of no use to a private one.
+    """Have a Ray that starts in the block leave out the processes that a private Ray does not need.
 
     Ray has no switch for these, and they take 5 s of CPU at every start: an autoscaler; a log monitor that sends
     output to the driver; the server of a dashboard that is off; two agents of the node, and a start waits for their
@@ -308,7 +314,7 @@ def _start_with_idle_agents(start: Callable[..., Any], command: list[str], *argu
 
 
 def _with_idle_agent(option: str) -> str:
-    """Return the option of a raylet with the command of an idle agent, if it has the command of one of Ray's."""
+    """Return an option of a raylet. An option that names one of Ray's agents names an idle agent instead."""
     name, _, command = option.partition("=")
     words = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word) if name in _AGENT_PORTS else {}
     if "--session-dir" not in words or "--node-id" not in words:
@@ -324,5 +330,5 @@ def _ray_environment(folder: Path) -> dict[str, str]:
     interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
     # Ray would end the driver a minute after its head, without a message and in the middle of a step.
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
-    # Engines leave files in the temporary folder, compiled kernels too: they are removed with the run's folder.
+    # Engines leave files in the temporary folder, also compiled kernels. These are removed with the run's folder.
     return LOOPBACK_ONLY | interfaces | patience | {"TMPDIR": str(folder)}

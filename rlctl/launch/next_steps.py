@@ -1,4 +1,4 @@
-"""The commands that a run proposes at its end, one a line: look, use the weights, measure, go on."""
+"""The commands that a run proposes at its end: to look at it, to use and measure its weights, to go on."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,16 +32,16 @@ def next_commands(
     smaller: Sequence[ResourceRequest] = (),
     fails_again: bool = False,
 ) -> list[str]:
-    """Return the commands after a run with this `status`, the most useful first, to go on last.
+    """Return the commands after a run with this `status`: the most useful one first, and the one that goes on last.
 
-    smaller: after a loss of nodes, the run as it fits those that are left, the largest first. fails_again: a
-    resumed run would end in the same way.
+    smaller: after a loss of nodes, sizes of the run that fit the nodes that are left, the largest first. fails_again:
+    True if a resumed run would end in the same way.
     """
     config = settled.config
     try:
         record = JobRecord.read(run_dir.path)
     except RunDirError:
-        # It was damaged while the run lasted.
+        # The record was damaged while the run lasted.
         record = None
     cluster_option = f" --cluster {record.cluster}" if record else ""
     run_name = quote(record.called if record and record.called else str(run_dir.path))
@@ -55,7 +55,7 @@ def next_commands(
         return [resume]
     steps = config.num_steps
     if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
-        # A probe: it ends before the steps that are left.
+        # A probe ends before the steps that are left.
         return [resume]
     # Files of a run on a cluster cannot be read from here.
     is_local = record is None or not (record.remote or record.called)
@@ -85,12 +85,12 @@ def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest
 
 
 def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iterator[str]:
-    """Yield commands that use the best checkpoint, the newest where none was measured, or read a tracker's files."""
+    """Yield commands that use the best checkpoint (the newest, if none was measured) or read a tracker's files."""
     checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
     newest = checkpoints.latest()
     chosen = checkpoints.best() or newest
     if newest and chosen and chosen.export.is_dir():
-        # A run's name alone is its newest checkpoint.
+        # A run's name without a step means its newest checkpoint.
         step_option = "" if chosen.step == newest.step else f" --step {chosen.step}"
         sampling = settled.sampling
         if sampling is None or sampling.config.data.has_validation:

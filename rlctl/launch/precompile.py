@@ -17,12 +17,12 @@ _SEQUENCE_TOKENS = 512
 
 
 def precompiles(settled: Settled) -> bool:
-    """Return True if a run's trainer is compiled, and no warm-up of a compiled graph does the same."""
+    """Return True if a run's trainer is compiled, unless the warm-up of a Ray Compiled Graph compiles it anyway."""
     return settled.trainer.compile and not (settled.sft and settled.sft.config.ray_compiled_graph.enabled)
 
 
 def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> None:
-    """Compile the code of a step: on full packs, since compilers choose kernels by the first sizes that they see."""
+    """Compile the code of a step, on full packs: compilers choose kernels by the first sizes that they see."""
     from rlctl.sft.loss import NllLoss
 
     pack = settled.trainer.micro_batch_tokens

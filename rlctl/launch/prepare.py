@@ -73,7 +73,7 @@ class SilentProgress:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The recipe, the overrides and the place that a command names for a run."""
+    """A run as a command names it: recipe, overrides and place."""
 
     # "grpo" or "sft"; None: the recipe's.
     kind: str | None
@@ -92,7 +92,7 @@ class RunRequest:
     is_job: bool = False
     # True: the recipe is the config of a run, whose directory may exist.
     is_of_run: bool = False
-    # Overrides of the command itself, and the key of a recipe within the config, see `compose`.
+    # Overrides that the command adds, and the key of the whole config within the file; see `compose`.
     own_overrides: Sequence[str] = ()
     within: str = ""
 
@@ -104,7 +104,7 @@ class RunRequest:
 
 @dataclass
 class PreparedRun:
-    """A run as far as it is prepared."""
+    """A run, prepared up to some stage."""
 
     request: RunRequest
     progress: PrepareProgress
@@ -122,7 +122,7 @@ class PreparedRun:
     problems: list[Problem] = field(default_factory=list)
     # Rows of train and validation; None until they are read, and in a dry run without the data on this machine.
     row_counts: dict[str, int] | None = None
-    # Only in a dry run, with the model on this machine.
+    # Tokens that end an answer; only in a dry run whose model is on this machine.
     ends: EndTokens | None = None
 
     def __post_init__(self) -> None:
@@ -171,7 +171,10 @@ class PreparedRun:
                 self.notes += try_all(self.composed, rewards=rewards, environments=environments, fetch=fetch)
 
     def write_config(self) -> Path:
-        """Write the resolved config next to the run directories, over the same recipe's, and return its path."""
+        """Write the resolved config next to the run directories, and return its path.
+
+        An earlier one of this recipe is replaced.
+        """
         run = self.composed.config.run
         path = Path(run.dir) / f"{run.name or self.composed.recipe.stem}.dry-run.yaml"
         try:
@@ -192,7 +195,7 @@ class PreparedRun:
         self.reader = RowReader(composed.config)
 
     def _make_plan(self) -> None:
-        """Place the run, and find the reasons against it."""
+        """Place the run, and find the reasons why it cannot run there."""
         request = self.request
         target = request.target
         if self.resumed is None and not request.is_away:
@@ -220,7 +223,10 @@ class PreparedRun:
             self.try_users_code(rewards=runs_others_code(sampling.config), environments=sampling.config.has_turns)
 
     def _plan_here(self) -> None:
-        """Place the run on this machine. In a job, the cluster has other devices: only notes follow from the plan."""
+        """Place the run on this machine.
+
+        In a job, the run has the cluster's devices instead: the plan gives only notes.
+        """
         settled = self.composed.settled
         machine = read_machine(Path(settled.config.run.dir).absolute())
         memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
@@ -306,7 +312,7 @@ class PreparedRun:
                 held_out_tasks(sampling, local_chat(sampling.config), self._note_warning)
 
     def _note_warning(self, kind: str, **fields: Any) -> None:
-        """Take an event on rows, as the log of a run's events does."""
+        """Note a warning on rows, which a run would write into its log of events."""
         if kind == "warning":
             self.progress.note([fields["what"]])
 
@@ -360,5 +366,5 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
 
 
 def _are_here(paths: str | list[str] | None) -> bool:
-    """Return True if all files of a data set are on this machine, also of none."""
+    """Return True if all files of a data set are on this machine, or if it has none."""
     return paths is None or all(Path(file).exists() for file in files_of(paths))

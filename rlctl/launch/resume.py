@@ -1,4 +1,4 @@
-"""A run that is to go on: found, checked against its newest checkpoint, and its remaining steps."""
+"""The resume of a run: finding it, checking its config against its newest checkpoint, and its remaining steps."""
 
 import shlex
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Resumed:
     overrides: list[str]
 
     def command(self, kind: str, where: str) -> str:
-        """Return the command of the run that a dry run showed. where: the options of a cluster."""
+        """Return the command that resumes the run, after a dry run. where: the options that name a cluster."""
         return shlex.join(["rlctl", "train", kind, "--resume", str(self.typed), *self.overrides]) + where
 
 
@@ -44,20 +44,21 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
 
 
 def replace_lost_model(resumed: Resumed) -> list[str]:
-    """Return the override by which a run goes on without the folder of its model, see `stand_in`; often none."""
+    """Return the override that replaces a lost model folder by a checkpoint (see `stand_in`); none where the folder is there.."""
     try:
         model = str(RunDir(resumed.run).recorded_config()["model"].get("path"))
     except (RunDirError, KeyError):
-        # The load of the config says more.
+        # Loading the config will give the better message.
         return []
     folder = stand_in(model, _checkpoints(resumed.run).latest_as_written())
     return [f"model.path={folder}"] if folder else []
 
 
 def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
-    """Raise ConfigError with every value that the run's newest checkpoint contradicts, if its files are here.
+    """Raise ConfigError with every value that contradicts the run's newest checkpoint, if its files are on this
+    machine.
 
-    A state that is not as it was written contradicts nothing.
+    A checkpoint whose state was damaged is not compared.
     """
     checkpoints = _checkpoints(run)
     with locate_errors(f"--resume {run}", EarlierVersion):
@@ -71,7 +72,7 @@ def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
 
 
 def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, str]]:
-    """Return rows on a resume: its checkpoint, the steps that are left, the changed keys.
+    """Return rows of a table about a resume: its checkpoint, the steps that are left, the changed keys.
 
     Raises ConfigError if no checkpoint is whole.
     """
@@ -94,7 +95,7 @@ def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, st
 
 
 def _checkpoints(run: Path) -> Checkpoints:
-    # keep_last and keep_best matter to a run that saves alone.
+    # keep_last and keep_best matter only to a run that saves.
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 

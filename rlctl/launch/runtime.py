@@ -1,6 +1,6 @@
 """The place of a run: this machine with a private Ray, or a running cluster.
 
-Both yield an `Allocation`: slots for this run alone, and the means to start a process in one.
+Both yield an `Allocation`: slots that only this run uses, and the means to start a process in a slot.
 """
 
 import json
@@ -48,7 +48,7 @@ class Runtime(Protocol):
         ...
 
     def slots(self, session: "Session", resources: ResourceRequest) -> AbstractContextManager["HeldSlots"]:
-        """Hold slots for the time of the block. Nothing slow begins on this machine."""
+        """Hold slots for the time of the block. Start nothing slow on this machine."""
         ...
 
     def allocation(self, session: "Session", held_slots: "HeldSlots") -> AbstractContextManager["Allocation"]:
@@ -74,7 +74,7 @@ class HeldSlots:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Slots of a run on its nodes. nodes: by the placement's index; None if there is only this machine.
+    """Slots of a run on its nodes. nodes: the node of each index in the placement; None if there is only this machine.
 
     folder: function (prefix, root) that makes a folder on the first node in use. It is removed with the allocation.
     """
@@ -125,7 +125,7 @@ class LocalRuntime:
     """This machine, with a private Ray that ends with the driver."""
 
     def refuse(self, run: RunDir) -> None:
-        """Refuse a cluster's run, see `Runtime.refuse`: its driver may be alive there, unseen from here."""
+        """Refuse a cluster's run, see `Runtime.refuse`: its driver may be alive on the cluster, where this process cannot see it.."""
         record = JobRecord.read(run.path)
         if record is None:
             return
@@ -162,7 +162,7 @@ class LocalRuntime:
 
 
 class ClusterRuntime:
-    """The cluster that RAY_ADDRESS of this process names. wait: wait for room already at the first attempt."""
+    """The cluster that RAY_ADDRESS of this process names. wait: wait for room at the first attempt, too."""
 
     def __init__(self, wait: bool) -> None:
         self._wait = wait
@@ -205,18 +205,18 @@ class ClusterRuntime:
         other_nodes = [node for node in leases if not node.is_the_drivers]
         must_share(other_nodes, session.run_dir.path.resolve(), model if model.is_dir() else None)
         if len(placement.used_nodes) > 1:
-            # The driver's own logs are the head's.
+            # The driver's own logs are on the head.
             node_names = {**placement.node_by_process, "driver": placement.nodes[0]}
             write_whole(session.logs / NODES, json.dumps(node_names))
         lease_by_index = dict(zip(placement.used_nodes, leases))
         nodes = [lease_by_index.get(index) for index in range(len(placement.nodes))]
-        # Weights in transit are on the node of the processes, which need not be the driver's.
+        # Weights in transit are on the node of the run's processes, which may be another node than the driver's.
         yield Allocation(placement, nodes, leases[0].folder)
 
     def _smaller(self, resources: ResourceRequest, shares: "Sequence[NodeRequest]" = ()) -> list[ResourceRequest]:
         """Return the run as it fits the nodes that are left, the largest first. shares: room that the run still holds.
 
-        The whole run is the first if it fits.
+        The whole run comes first if it fits.
         """
         from rlctl.workers.nodes import live_nodes
 
@@ -261,12 +261,12 @@ class ClusterRuntime:
 
 
 def _device_of(nodes: "Sequence[LiveNode]") -> Device:
-    """Return the devices of a cluster's runs: one with GPUs does not train on its CPUs."""
+    """Return the devices that runs of a cluster use: a cluster with GPUs does not train on its CPUs."""
     return "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
 
 
 def config_of_model(folder: Path) -> Path:
-    """Return the file that a folder of a model, or of an adapter, has in any case."""
+    """Return the file that every folder of a model, or of an adapter, has."""
     return folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json")
 
 

@@ -1,6 +1,6 @@
 """The parts of a run that sample and score: rewards, environments, engines, and the refit that brings them weights.
 
-A GRPO run has them, and an SFT run that is validated by a recipe.
+A GRPO run has these parts, and so does an SFT run that is validated by a recipe.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from rlctl.rollout.types import Decode
     from rlctl.training.trainer_group import TrainerGroup
 
-# Room in shared memory for a run's other data there, apart from the weights in transit.
+# Bytes of shared memory for a run's data other than the weights in transit.
 _BESIDE_BYTES = 16 << 20
 
 
 def user_processes(
     config: GrpoConfig, logs: Path, emit: Emit, stack: ExitStack
 ) -> "tuple[Scorer, EnvironmentPool | None]":
-    """Return rewards, and environments where rollouts have turns, whose processes `stack` ends.
+    """Return the rewards, and the environments if rollouts have turns. `stack` ends their processes.
 
     Call it before Ray starts, which changes this process's variables.
     """
@@ -58,14 +58,14 @@ def user_processes(
 
 @dataclass
 class SamplingParts:
-    """Parts that sample and score. The methods are called in their order."""
+    """Parts that sample and score. The methods are called in the order in which they stand here."""
 
     session: Session
-    # The run that the engines sample by: an SFT run's recipe has its own.
+    # The config that the engines sample by, settled. An SFT run's recipe has its own.
     settled: SettledGrpo
     files: ModelFiles
     scorer: "Scorer"
-    # None: rollouts have one turn.
+    # None if rollouts have one turn.
     environments: "EnvironmentPool | None"
     chat: Chat = field(init=False)
     ends: EndTokens = field(init=False)
@@ -96,7 +96,7 @@ class SamplingParts:
                 self.scorer.try_on_sample(sample_item(first))
 
     def start_engines(self, allocation: Allocation) -> "GeneratorPool":
-        """Start the engines, with the tokens that end an answer, without waiting."""
+        """Start the engines without waiting for them. They are given the tokens that end an answer."""
         from rlctl.generation.generator_pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
 
@@ -134,7 +134,7 @@ class SamplingParts:
         """Return the dispatcher and the runner of rollouts; `stack` closes both."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
-        # With a filter, a step is over once enough groups teach something: it does not wait for the others.
+        # With a filter, a step ends once enough groups teach something. The step does not wait for the other groups.
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         events = self.environments.events if self.environments else None
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, events, together=together)
@@ -145,18 +145,18 @@ class SamplingParts:
 
     @property
     def score(self) -> "GroupScorer":
-        """Scorer of groups, which rewards see without special tokens."""
+        """Scorer of groups. Rewards get texts without special tokens."""
         from rlctl.rollout.scoring import GroupScorer
 
         return GroupScorer(self.scorer, decoder(self.chat.tokenizer, special=False))
 
     @property
     def decode(self) -> "Decode":
-        """Text of tokens with the special ones, for records."""
+        """Function from tokens to text, with special tokens, for records."""
         return decoder(self.chat.tokenizer, special=True)
 
     def _new_transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
-        """Make a folder for weights in transit, which are there twice. make_folder: as `Allocation.folder`."""
+        """Make a folder for weights in transit, with room for two copies. make_folder: as `Allocation.folder`."""
         nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
         root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:
@@ -193,9 +193,10 @@ def make_runner(
     *,
     trains: bool,
 ) -> "RolloutRunner":
-    """Return the player of rollouts: of one turn, or episodes where there are environments, whose `setup` is known.
+    """Return the player of rollouts: of one turn, or of episodes if there are environments. setup: of these
+    environments.
 
-    trains: a trainer learns from them.
+    trains: True if a trainer learns from the rollouts.
     """
     from rlctl.rollout.runner import RolloutRunner
 

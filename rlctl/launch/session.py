@@ -51,7 +51,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
-# End of a run whose steps have not begun.
+# Words for the end of a run whose steps have not begun.
 _NOT_BEGUN = "ending the start, with nothing new to save"
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
@@ -81,19 +81,21 @@ class Session:
     lost: str = ""
     # The checkpoint to continue from.
     checkpoint: Checkpoint | None = None
-    # Newer checkpoints: folder -> its problem in one line.
+    # Damaged checkpoints that are newer than `checkpoint`: folder -> its problem in one line.
     damaged: dict[Path, str] = field(default_factory=dict)
     # Seconds of each part of the start-up of this attempt.
     startup: dict[str, float] = field(default_factory=dict)
-    # When this attempt began, by `time.monotonic`: at first with the process.
+    # Begin of this attempt, by `time.monotonic`. The first attempt began with the process.
     start_time: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
-    # True if a resumed run would end by the same mistake: of its input, or of a run that has saved nothing.
+    # True if a resumed run would end by the same mistake: the input is wrong, or the run failed before it saved
+    # anything.
     fails_again: bool = False
-    # True while steps are made: a first signal then waits for the end of one.
+    # True while the run makes steps: a first signal then waits for the end of the step.
     training: bool = False
-    # After a loss of nodes: the run as it fits those that are left, the largest first. Empty: not known, or never.
+    # After a loss of nodes: sizes of the run that fit the nodes that are left, the largest first. Empty if none is
+    # known.
     smaller: list[ResourceRequest] = field(default_factory=list)
 
     @property
@@ -130,7 +132,10 @@ class Session:
             self.events.emit("warning", what=line)
 
     def depend_on(self, made_with: dict[str, Any]) -> None:
-        """Save `made_with` with each checkpoint. Raises RunDirError if the one to continue from contradicts it."""
+        """Save `made_with` with each checkpoint.
+
+        Raises RunDirError if the checkpoint to continue from contradicts `made_with`.
+        """
         self.recorder.made_with = made_with
         if self.checkpoint:
             then = self.checkpoint.state.get("made_with")
@@ -164,7 +169,7 @@ class Session:
 
     @property
     def ending(self) -> str:
-        """The end of a run that is to stop, in words."""
+        """Words that tell a user how the run ends after a signal."""
         return "finishing this step and saving" if self.training else _NOT_BEGUN
 
     def stops(self) -> bool:
@@ -172,12 +177,12 @@ class Session:
         return self.interrupts.is_requested or bool(self.lost)
 
     def lose(self, reason: str) -> None:
-        """End the run after its step, as failed. From any thread."""
+        """End the run after its step, as failed. May be called from any thread."""
         self.lost = reason
         self.events.emit("warning", what=f"{reason}: {self.ending}")
 
     def begin_again(self) -> None:
-        """Start the next attempt in this process, which continues as a resume does."""
+        """Start the next attempt in this process. It continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
         self.resumed = True
@@ -236,7 +241,7 @@ def run_session(
             if view:
                 view.give_back(f"{reason}; go on: {go_on}")
             if events and not (view and view.end):
-                # By a separate writer: the interrupted thread may hold the lock of the other.
+                # A separate writer emits the event: the interrupted thread may hold the lock of the session's writer.
                 EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[go_on])
 
         def last_words() -> None:
@@ -252,7 +257,7 @@ def run_session(
 
         try:
             run_dir = stack.enter_context(claim_run_dir(config, resume))
-            # The handler is set before the folder is a run's, so that an event tells the end of every run.
+            # The handler is set before the folder becomes a run's directory, so that every run's end has an event.
             interrupts = stack.enter_context(Interrupts(notify, last_words))
             if resume is None:
                 write_whole(run_dir.config, resolved)

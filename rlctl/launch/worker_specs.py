@@ -55,7 +55,7 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
             world=config.trainer.num_ranks,
             init_method=init_method,
             device="cpu" if placement.device == "cpu" else "cuda:0",
-            # Logits are divided by it.
+            # The trainer divides logits by the temperature, as engines do.
             temperature=settled.grpo.config.generation.temperature if settled.grpo else 1.0,
             total_updates=config.num_steps * config.step_shape.updates,
             seed=config.run.seed,
@@ -86,7 +86,7 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Traini
 
 
 def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
-    """Return the slot of each engine. waits: explains calls that an engine does not answer."""
+    """Return the slot of each engine. waits: explains to the user a call that an engine does not answer."""
     reads = transport_of(settled, allocation.placement) == "ipc"
     engine_environment = engine_kind(settled.config.generation.engine.name).environment
     device = allocation.placement.device
@@ -127,7 +127,7 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
         adapters=settled.adapters or files.adapters,
-        # In a run a refit brings the adapters.
+        # In a run, a refit brings the adapters to the engine.
         adapter_folder=None if settled.adapters else files.adapter,
     )
 
