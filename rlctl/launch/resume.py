@@ -44,7 +44,10 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
 
 
 def replace_lost_model(resumed: Resumed) -> list[str]:
-    """Return the override that replaces a lost model folder by a checkpoint (see `stand_in`); none where the folder is there.."""
+    """Return the override that replaces a lost model folder by a checkpoint, see `stand_in`.
+
+    Return none where the folder is there.
+    """
     try:
         model = str(RunDir(resumed.run).recorded_config()["model"].get("path"))
     except (RunDirError, KeyError):

@@ -125,7 +125,10 @@ class LocalRuntime:
     """This machine, with a private Ray that ends with the driver."""
 
     def refuse(self, run: RunDir) -> None:
-        """Refuse a cluster's run, see `Runtime.refuse`: its driver may be alive on the cluster, where this process cannot see it.."""
+        """Refuse a cluster's run, see `Runtime.refuse`.
+
+        Its driver may be alive on the cluster, where this process cannot see it.
+        """
         record = JobRecord.read(run.path)
         if record is None:
             return
