@@ -219,8 +219,8 @@ float32. It proved {count} of the {all} families of `tests/zoo.py`, each a tiny 
 | two ranks | Two ranks hold every tensor once, as it is on disk; their update has one rank's gradient, within 1e-4 |
 | resume | An update after a load is bit for bit that of before |
 
-In bfloat16 `rlctl model check` compares float32 passes with rounded weights. Two families differed there. minimax was
-0.001 nats off: the trainer's pass left its decays, which are buffers, in bfloat16. olmo_hybrid was 0.012 nats off:
+In bfloat16 `rlctl model check NAME` compares float32 passes with rounded weights. Two families differed there. minimax
+was 0.001 nats off: the trainer's pass left its decays, which are buffers, in bfloat16. olmo_hybrid was 0.012 nats off:
 transformers' class makes `A_log` in float32 and keeps it so; the trainer rounds it, as transformers itself does in the
 other gated delta families. Both sides round it in this proof, and differ by 3e-6 nats.
 

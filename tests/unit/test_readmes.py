@@ -1,4 +1,4 @@
-"""Every promise of a README holds: commands parse and their configs load, links and anchors lead somewhere.
+"""Every promise of a page holds: commands parse and their configs load, links and anchors lead somewhere.
 
 A command of `rlctl` in a fenced block is taken apart by the command line's own parser. Those that read a config alone
 are then run here, `rlctl train` up to the end of its checks, and `rlctl bench` up to the measurement. `PARSED_ONLY`
@@ -34,7 +34,7 @@ from tests.unit import folders
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("rlctl", "configs", "recipes", "tests")
-READMES = [ROOT / "README.md", *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("README.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 MOST_WORDS = 1000
 # Beginning of a command -> the reason why it goes no further than the parser here.
 PARSED_ONLY = {
@@ -100,7 +100,9 @@ def blocks(path: Path) -> Iterator[Block]:
     assert block is None, f"{name_of(path)}: a block without an end"
 
 
-ALL_BLOCKS = [block for path in READMES for block in blocks(path)]
+ALL_BLOCKS = [block for path in PAGES for block in blocks(path)]
+# Names of files that a page prints whole: the first line of a block is the name.
+PRINTED_FILES = {block.lines[0].removeprefix("# ") for block in ALL_BLOCKS if block.lines}
 
 
 def commands() -> list[tuple[str, str]]:
@@ -191,7 +193,7 @@ def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
         assert paths and all((ROOT / path).exists() for path in paths)
         return
     if words[0] == "python":
-        assert (ROOT / words[1]).is_file()
+        assert (ROOT / words[1]).is_file() or words[1] in PRINTED_FILES
         return
     assert words[0] == "rlctl", f"{place}: nothing here knows how to try `{command}`"
     check_rlctl(reader, monkeypatch, words)
@@ -250,7 +252,7 @@ def text_without_blocks(page: Path) -> str:
 def inline_commands() -> list[tuple[str, str]]:
     """Return (place, command) of every command within text."""
     commands_by_place = []
-    for path in READMES:
+    for path in PAGES:
         for command in re.findall(r"`(rlctl [a-z][^`]*)`", text_without_blocks(path)):
             commands_by_place.append((name_of(path), command))
     return commands_by_place
@@ -316,7 +318,7 @@ def anchors(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", READMES, ids=name_of)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
     broken_links = []
     for target in re.findall(r"\]\(([^)\s]+)\)", text_without_blocks(path)):
@@ -330,7 +332,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links == []
 
 
-@pytest.mark.parametrize("path", READMES, ids=name_of)
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_files_that_are_named_are_there(path: Path) -> None:
     a_file = re.compile(rf"({'|'.join(FOLDERS)})/[\w./-]+(\.py|\.yaml|\.md|/)$")
     tokens = [token for token in re.findall(r"`([\w./-]+)`", path.read_text()) if "NAME" not in token]
@@ -338,7 +340,7 @@ def test_files_that_are_named_are_there(path: Path) -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.parametrize("page", [path for path in READMES if path.parent.parent.name == "rlctl"], ids=name_of)
+@pytest.mark.parametrize("page", [path for path in PAGES if path.parent.parent.name == "rlctl"], ids=name_of)
 def test_a_folders_page_names_each_of_its_modules(page: Path) -> None:
     """A module of a deeper folder may be named by its folder, or on the folder's own page."""
     folder = page.parent
@@ -360,7 +362,7 @@ def test_every_page_is_reached_from_the_first_one() -> None:
     while ahead:
         page = ahead.pop()
         reached.add(page)
-        links = re.findall(r"\]\(([^)#\s]+README\.md)", page.read_text())
+        links = re.findall(r"\]\(([^)#\s:]+\.md)", page.read_text())
         targets = [(page.parent / link).resolve() for link in links]
         ahead += [target for target in targets if target.exists() and target not in reached]
-    assert {name_of(path) for path in READMES if path not in reached} == set()
+    assert {name_of(path) for path in PAGES if path not in reached} == set()
