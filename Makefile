@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # 21 s of one core without a cache of types, 13 s of two.
 export MYPY_NUM_WORKERS ?= 2
 
-.PHONY: train test quick check setup clean
+.PHONY: train test quick check setup dist clean
 
 train: $(READY)
 	$(BIN)/rlctl train grpo $(ARGS)
@@ -43,5 +43,9 @@ $(READY): pyproject.toml rlctl/preflight/stub_wheels.py
 	    echo "(its address is in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
 	@touch $(READY)
 
+# Wheel and sdist of this version, tried in a fresh environment: CONTRIBUTING.md says when.
+dist:
+	PYTHON=$(PYTHON) .ci/dist
+
 clean:
-	rm -rf $(VENV) .stubs
+	rm -rf $(VENV) .stubs dist

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit.dashboard.synthetic import write_run
 
 COMMAND = [sys.executable, "-m", "rlctl"]
 SOURCE = Path(rlctl_package.__file__).parents[1]
+VERSION = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]["version"]
 
 
 def list_loaded_modules(code: str) -> set[str]:
@@ -54,7 +56,7 @@ def test_every_command_has_help_with_an_example(rlctl: Rlctl) -> None:
 
 
 def test_version(rlctl: Rlctl) -> None:
-    assert rlctl("--version").out == "rlctl 0.1.0\n"
+    assert rlctl("--version").out == f"rlctl {VERSION}\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no rows"), 2), (ClusterError("no answer"), 1)])
@@ -85,9 +87,9 @@ def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) ->
         command = [sys.executable, "-S", "-m", "rlctl", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
-    assert run_from_source("--version") == "rlctl 0.1.0\n"
+    assert run_from_source("--version") == f"rlctl {VERSION}\n"
     checks = {check["name"]: check for check in json.loads(run_from_source("doctor", "--json"))}
-    assert checks["rlctl"]["found"] == "0.1.0, from a source tree"
+    assert checks["rlctl"]["found"] == f"{VERSION}, from a source tree"
     # Requirements are read from pyproject.toml: torch is pinned, Ray has a range.
     assert checks["torch"]["found"] == "not installed" and checks["ray"]["state"] == "ok"
 
