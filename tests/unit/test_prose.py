@@ -31,10 +31,10 @@ _SHOWN = 8
 
 
 def figures_of(part: str) -> Measure:
-    """Measure a folder's modules and pages; the first page counts with the recipes'."""
+    """Measure a folder's modules and pages; the first pages count with the recipes'."""
     files = sorted(path for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".md"))
     if part == "recipes":
-        files.append(ROOT / "README.md")
+        files += sorted(ROOT.glob("*.md"))
     return measure(files, ROOT)
 
 

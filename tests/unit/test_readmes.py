@@ -12,6 +12,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,9 @@ def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for extras in re.findall(r"(?:rlctl|\.)\[(.*?)\]", command):
             assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+        return
+    if words[1:2] == ["-m"] and words[2].startswith("tests."):
+        assert find_spec(words[2])
         return
     if "pytest" in words:
         paths = [word.partition("::")[0] for word in words[words.index("pytest") + 1 :] if word.startswith("tests")]
