@@ -1,9 +1,9 @@
-"""Rollout buffer: admits tasks, tracks their groups, and yields the groups of each step, sampled and scored.
+"""Rollout buffer: admits tasks, tracks their groups, and yields the sampled and scored groups of each step.
 
-`GroupTable` has the states of all groups, and belongs to the event loop; `StalenessRule` decides who trains when. With
-`max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its number, so that a
-resume samples the same. Where a group teaches nothing, `RefillRule` says how many others are sampled in its place.
-A long wait is explained (contract 8).
+`GroupTable` holds the states of all groups, and belongs to the event loop. `StalenessRule` chooses the groups of each
+step. With `max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its
+number, so that a resumed run samples the same tokens. `RefillRule` says how many groups replace those that teach
+nothing, such as groups of equal rewards. A long wait is explained (contract 8).
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from rlctl.utils.event_loop import wait_until_set
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
-# The reason for which a scored group teaches nothing and is replaced; None if it is kept.
+# Returns the reason why a scored group teaches nothing and is replaced; None if the group is kept.
 WhyNothing = Callable[[RolloutGroup], str | None]
-# Takes groups of a step; None while they have to be waited for.
+# Takes and returns groups of a step; returns None while they have to be waited for.
 Attempt = Callable[[], list[RolloutGroup] | None]
 
 
 class RolloutBuffer:
-    """The groups of a run. The training thread calls the methods; sampling and scoring go on meanwhile.
+    """The groups of a run. Only the training thread calls the methods; sampling and scoring go on in the background.
 
-    runner: plays rollouts with the dispatcher's engines. score: called on a separate thread. teaches_nothing: pure;
-    called for every group that is scored.
+    runner: plays rollouts with the dispatcher's engines. score: called on a separate thread. teaches_nothing: a pure
+    function, called for every group that is scored.
     """
 
     def __init__(
@@ -83,30 +83,30 @@ class RolloutBuffer:
         self._prefetch = AdaptivePrefetch(groups_per_step, rule.capacity, adaptive=config.async_.prefetch == "auto")
         self._wait_deadline = WaitDeadline(self._events.now, config.run, emit)
         self._version = 0
-        # Tokens of every rollout of the groups that were sampled since `sampled_lengths` was last called.
+        # Number of sampled tokens of each rollout, for groups sampled since `sampled_lengths` was last called.
         self._lengths: list[int] = []
         self._waste = Waste()
         # Seconds that the current step waited.
         self._waited = 0.0
         self._step_began = self._events.now()
-        # Set when a group has changed its state.
+        # Set when a group has changed its state, or an engine was lost.
         self._changed = dispatcher.news
         self._is_scoring = False
         self._is_admitting = False
         self._is_closed = False
-        # True if a group was dropped since the last step. A hanging engine may still sample its rollouts.
+        # True if a group was dropped since the last step. A hanging engine may still be sampling its rollouts.
         self._has_dropped = False
         dispatcher.restarted = self._restart_groups
 
     def admit(self, version: int) -> None:
-        """Begin as many groups as fit, but no more than the run still trains; the engines serve `version`."""
+        """Begin as many groups as fit, but no more than the run still trains. version: the one that engines serve."""
         self._runner.check()
         self._events.ask(lambda: self._admit_at(version))
 
     def take(self, version: int, span: Span) -> list[RolloutGroup]:
-        """Wait for the groups of the step at `version` that were not taken yet to be scored, and take them.
+        """Wait until the groups for the places left in the step at `version` are scored, and take them.
 
-        Groups that a synchronous step does not need are put off, and no engine samples any more.
+        Groups that a synchronous step does not need are put off to the next step; no engine samples them any more.
         """
         surplus: list[RolloutId] = []
 
@@ -124,13 +124,13 @@ class RolloutBuffer:
         return groups
 
     def take_part(self, version: int, tokens: int, span: Span) -> list[RolloutGroup]:
-        """Wait until scored groups of the step at `version` have this number of tokens, and take them; none once the
-        step's last groups are there, for `take`."""
+        """Wait until scored groups of the step at `version` have this number of tokens, and take them. Return an empty
+        list once the step's last groups are scored: `take` takes those."""
 
         def take_some() -> list[RolloutGroup] | None:
             if self._groups.select(version) is not None:
                 return []
-            # Cheaper than the choice, which would run after every finished group.
+            # Cheaper than `select_part`, which would run after every finished group.
             if self._groups.ready_tokens < tokens:
                 return None
             numbers = self._groups.select_part(version)
@@ -141,9 +141,9 @@ class RolloutBuffer:
         return self._wait_for_groups(version, take_some, span)
 
     def drain(self, span: Span) -> None:
-        """Wait until nothing is being sampled; `advance` ends it.
+        """Stop beginning turns, and wait until no engine samples. Sampling resumes with `advance`.
 
-        The following sync replaces engines that are lost meanwhile: the trainer has its weights already.
+        Engines lost meanwhile are replaced in the refit that follows, since the trainer already has the new weights.
         """
         self._wait_deadline.note_progress()
         if self._dispatcher.drain():
@@ -153,8 +153,8 @@ class RolloutBuffer:
                 self._wait_deadline.check(self._dispatcher.last_step(), self.explanation)
 
     def advance(self, version: int) -> None:
-        """Release the groups of the step, now that the engines serve `version`; sample again, and in an asynchronous
-        run admit the next groups."""
+        """Release the groups of the step, and resume sampling, now that the engines serve `version`. In an
+        asynchronous run, also admit the next groups."""
         now = self._events.now()
         waited_share = self._waited / max(1e-9, now - self._step_began)
         self._waited = 0.0
@@ -165,7 +165,7 @@ class RolloutBuffer:
 
     @property
     def target(self) -> int:
-        """Groups to keep on their way, see `AdaptivePrefetch`."""
+        """Number of groups to keep between admission and release, see `AdaptivePrefetch`."""
         return self._prefetch.target
 
     def occupancy(self) -> dict[int, int]:
@@ -173,7 +173,7 @@ class RolloutBuffer:
         return self._events.ask(self._groups.occupancy)
 
     def sampled_lengths(self) -> list[int]:
-        """Take the number of tokens of every rollout of the groups that were sampled since the last call."""
+        """Return the number of sampled tokens of each rollout, for groups sampled since the last call."""
 
         def take_lengths() -> list[int]:
             lengths = self._lengths
@@ -183,7 +183,7 @@ class RolloutBuffer:
         return self._events.ask(take_lengths)
 
     def waste(self) -> Waste:
-        """Take the groups that were sampled in vain since the last call."""
+        """Return the groups that were sampled and not trained since the last call."""
 
         def take_waste() -> Waste:
             waste = self._waste
@@ -193,9 +193,9 @@ class RolloutBuffer:
         return self._events.ask(take_waste)
 
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
-        """Return the state for a resume, and a function that writes the READY groups into a folder.
+        """Return the state for a checkpoint, and a function that writes the READY groups into a folder.
 
-        groups: the state of `load`. cursor: of the same moment, since a refill may draw at any time.
+        State `groups` is for `load`. State `cursor` is the data cursor at the same moment: a refill may move it later.
         """
 
         def read_state() -> tuple[dict[str, Any], dict[int, list[Rollout]]]:
@@ -211,7 +211,7 @@ class RolloutBuffer:
         return state, lambda folder: save_groups(folder, ready)
 
     def load(self, state: dict[str, Any], folder: Path, version: int) -> None:
-        """Take up the groups of a `snapshot`: READY ones are so again, the others are sampled again at `version`."""
+        """Restore the groups of a `snapshot`: READY ones stay READY, the others are sampled again at `version`."""
         rollouts = load_groups(folder)
 
         def load_state() -> list[GroupRecord]:
@@ -224,20 +224,20 @@ class RolloutBuffer:
         self._events.run(self._runner.begin_groups(map(self._begin_group, resampled), self._take_ended))
 
     def close(self) -> None:
-        """Sample and score no more."""
+        """Stop sampling and scoring for good."""
         self._is_closed = True
         self._runner.close()
         self._dispatcher.close()
 
     def explanation(self) -> str:
-        """Return the parts that wait, their partners, times and versions."""
+        """Return a text that explains the wait: groups by state and version, engines, environments, seconds."""
         groups = self._events.ask(lambda: self._groups.describe(self._events.now()))
         return f"step {self._version + 1} waits for {groups}; {self._dispatcher.describe()}{self._runner.describe()}"
 
-    # The training thread's waits.
+    # Waits, on the training thread.
 
     def _wait_for_groups(self, version: int, attempt: Attempt, span: Span) -> list[RolloutGroup]:
-        """Wait until an attempt succeeds; return the groups that it took."""
+        """Repeat an attempt until it succeeds; return the groups that it took."""
         self._wait_deadline.note_progress()
         self._events.check()
         groups, cause = self._events.run(self._try_once(version, attempt))
@@ -256,8 +256,8 @@ class RolloutBuffer:
     async def _try_once(
         self, version: int, attempt: Attempt, span_cause: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
-        """Try until an attempt succeeds, the wait has another cause, an engine is lost, or a tick is over; return the
-        groups, and the cause. span_cause: the cause that is being waited for."""
+        """Repeat an attempt until it succeeds, the wait has another cause than `span_cause`, an engine is lost, or
+        TICK_S is over. Return the groups, None if there are none yet, and the cause of the wait."""
         self._version = version
         end = self._events.now() + TICK_S
         while True:
@@ -270,17 +270,17 @@ class RolloutBuffer:
                 return groups, cause
 
     def _look_after(self) -> None:
-        """Replace lost engines, resample groups that are overdue, explain or end a long silence."""
+        """Replace lost engines, resample overdue groups, explain a long silence or end the run after it."""
         self._runner.check()
         if self._dispatcher.repair():
-            # The time that the replacement took is no silence of the new engine.
+            # The seconds of the replacement must not count as a silence of the new engine.
             self._wait_deadline.note_progress()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._events.run(self._resample_overdue())
         self._wait_deadline.check(max(self._dispatcher.last_step(), self._runner.last_step), self.explanation)
 
     def _stop_surplus(self, surplus: list[RolloutId], span: Span) -> None:
-        """Stop rollouts that a synchronous step does not need, and wait until no engine samples them any more."""
+        """Stop rollouts that a synchronous step does not need, and wait until engines no longer sample them."""
         tokens_before = self._aborted_tokens
         with span("drain"):
             self._events.run(self._runner.stop(surplus))
@@ -302,7 +302,7 @@ class RolloutBuffer:
         self._admit()
 
     def _admit(self) -> None:
-        """Begin the groups that are wanted now: a slice at once, others while the loop goes round."""
+        """Begin the wanted groups: a first slice now, further slices in a task between the loop's other tasks."""
         if self._admit_slice() and not self._is_admitting:
             self._is_admitting = True
             self._events.spawn(self._admit_further_slices())
@@ -316,7 +316,7 @@ class RolloutBuffer:
             self._is_admitting = False
 
     def _admit_slice(self) -> bool:
-        """Begin a slice of the wanted groups, deferred ones first; return True if others may follow."""
+        """Begin at most one slice of the wanted groups, DEFERRED ones first; return True if more may be wanted."""
         slice_size = max(1, SLICE // self._sampling.num_rollouts)
         count = max(0, min(self._count_wanted(), self._groups.room, slice_size))
         if self._is_closed or not count:
@@ -328,7 +328,7 @@ class RolloutBuffer:
         return count == slice_size
 
     def _count_wanted(self) -> int:
-        """Return how many groups are to be begun, if there is room."""
+        """Return the number of groups to begin, whether or not there is room."""
         config = self._config.grpo
         groups = self._groups
         if self._config.async_.enabled:
@@ -343,7 +343,7 @@ class RolloutBuffer:
             self._runner.begin(self._begin_group(group), self._take_ended)
 
     def _begin_group(self, group: GroupRecord) -> list[RolloutStart]:
-        """Note that a group begins now; return its rollouts."""
+        """Note that a group begins now; return the specifications of its rollouts."""
         group.began = self._events.now()
         return self._starts(group)
 
@@ -354,10 +354,10 @@ class RolloutBuffer:
         return [start.id for start in chain.from_iterable(map(self._starts, groups))]
 
     def _take_ended(self, rollout: Rollout) -> None:
-        """Take a rollout that ended; score its group with the last one."""
+        """Take a rollout that ended. After a group's last rollout, begin to score the group."""
         self._wait_deadline.note_progress()
         group = self._groups.get(rollout.id.group)
-        # A group given up meanwhile is not being sampled any more.
+        # The group may have been dropped, put off or resampled meanwhile: this rollout is then outdated.
         if group is None or group.state is not GroupState.SAMPLING or group.attempt != rollout.id.attempt:
             return
         group.rollouts[rollout.id.index] = rollout
@@ -371,7 +371,7 @@ class RolloutBuffer:
                 self._events.spawn(self._score_sampled())
 
     async def _score_sampled(self) -> None:
-        """Score every group that is SAMPLED, until none is: together they keep all reward workers busy."""
+        """Score all SAMPLED groups together, which keeps the reward workers busy; repeat until none is SAMPLED."""
         while not self._is_closed and (records := self._groups.in_state(GroupState.SAMPLED)):
             groups = [record.rollout_group() for record in records]
             scored_groups = await self._events.in_thread("scoring", partial(self._score, groups))
@@ -380,10 +380,10 @@ class RolloutBuffer:
         self._is_scoring = False
 
     def _note_scores(self, records: list[GroupRecord], scored_groups: list[RolloutGroup]) -> bool:
-        """Move groups on that were scored; return True if any group is to be replaced."""
+        """Store the scores and move the groups to READY or FILTERED; return True if any is FILTERED."""
         scored_records = []
         for record, scored_group in zip(records, scored_groups):
-            # A group may have been put off meanwhile. Then another record has its number.
+            # A group may have been put off meanwhile: its number may then belong to a new record.
             if record.state is GroupState.SAMPLED:
                 record.rollouts = dict(enumerate(scored_group.rollouts))
                 self._groups.mark_scored(record.number, self._teaches_nothing(scored_group))
@@ -393,7 +393,7 @@ class RolloutBuffer:
         return any(record.state is GroupState.FILTERED for record in scored_records)
 
     async def _restart_groups(self, rollouts: list[RolloutId]) -> None:
-        """Count the groups whose engine was lost. A group that takes engine after engine down is dropped."""
+        """Count a failure for each group of these lost rollouts, and drop a group that has failed too often."""
         lost_rollouts = Counter(rollout.group for rollout in rollouts if rollout.purpose == "train")
         dropped: list[GroupRecord] = []
         for number, num_lost in lost_rollouts.items():
@@ -402,7 +402,7 @@ class RolloutBuffer:
                 continue
             group.failures += 1
             if group.failures <= self._config.generation.max_generation_failures:
-                # Earlier turns that are kept, and rollouts of other engines, are as old as they were.
+                # The group only becomes younger if no token is kept: no finished turn, no rollout on another engine.
                 all_lost = not self._runner.several_turns and num_lost == self._sampling.num_rollouts
                 self._groups.restart(number, self._version if all_lost else group.version)
                 continue
@@ -419,7 +419,7 @@ class RolloutBuffer:
         if not overdue:
             return
         stopped_groups = {rollout_id.group for rollout_id in await self._runner.stop(self._rollout_ids(overdue))}
-        # No group is completed in the meantime: its other rollouts were stopped.
+        # None of these groups has become complete during the wait: all of its rollouts were stopped.
         resampled = [
             self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped_groups
         ]
@@ -428,7 +428,7 @@ class RolloutBuffer:
         self._begin_rollouts(resampled)
 
     def _put_off_surplus(self) -> list[RolloutId]:
-        """Defer groups that a synchronous step does not need; return the rollouts that are to be stopped."""
+        """Defer groups that a synchronous step does not need; return their running rollouts, for the caller to stop."""
         surplus = self._groups.surplus()
         running = [group for group in surplus if group.state is GroupState.SAMPLING]
         self._waste.surplus += len(surplus)
@@ -438,7 +438,7 @@ class RolloutBuffer:
         return self._rollout_ids(running)
 
     def _release(self, version: int, waited_share: float) -> None:
-        """End a step. waited_share: share of the step that the trainer waited."""
+        """End a step. waited_share: share of the step's seconds in which the trainer waited for rollouts."""
         groups = self._groups
         self._prefetch.note_step(waited_share, groups.count(GroupState.SAMPLED, GroupState.READY))
         for record in groups.in_state(GroupState.FILTERED):
@@ -446,5 +446,5 @@ class RolloutBuffer:
         ended = groups.in_state(GroupState.TAKEN, GroupState.FILTERED)
         groups.release()
         self._refill.note_step(sum(bool(record.reason) for record in ended), len(ended))
-        # Every group that is admitted from here on is sampled by this version.
+        # Groups admitted from now on are sampled at this version.
         self._version = version

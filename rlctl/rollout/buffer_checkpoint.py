@@ -1,4 +1,4 @@
-"""Scored groups that wait for their step, in a checkpoint: columns of numbers, and scores with conversations."""
+"""READY groups in a checkpoint: token columns in one file, scores and conversations in another."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from rlctl.run.checkpoints import EarlierVersion
 # Files of a checkpoint.
 _ROLLOUTS = "groups.npz"
 _SCORES = "groups.json"
-# Fields of a row, in order.
+# Columns of `TrajectoryRow`, with their dtypes.
 _COLUMNS: dict[str, type[np.generic]] = {
     "tokens": np.int32,
     "sampled": np.bool_,
@@ -31,7 +31,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
 
 
 def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
-    """Write the rollouts of groups, by number, into `folder`."""
+    """Write the rollouts of groups into `folder`. groups: group number -> rollouts."""
     rollouts = list(chain.from_iterable(groups.values()))
     rows = list(chain.from_iterable(rollout.rows for rollout in rollouts))
     columns: dict[str, Any] = {
@@ -51,7 +51,8 @@ def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
 
 
 def load_groups(folder: Path) -> dict[int, list[Rollout]]:
-    """Return the groups of `save_groups`; nothing where it wrote nothing. Raises EarlierVersion."""
+    """Return the groups that `save_groups` wrote; empty if the files are missing. Raises EarlierVersion for files of an
+    earlier release."""
     if not (folder / _ROLLOUTS).exists():
         return {}
     with np.load(folder / _ROLLOUTS, allow_pickle=False) as file:

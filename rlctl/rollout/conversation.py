@@ -1,13 +1,13 @@
-"""Conversation of one rollout: a tree of messages that only grows, each with its exact tokens (contract 4).
+"""Conversation of one rollout: an append-only tree of messages, each with its exact tokens (contract 4).
 
     prompt -- turn 0 -- answer of the environment -- turn 1 -- ...
                    \
                     history rewritten    -- turn 1 -- ...
 
-A node's tokens follow those of all nodes above it. Nothing that was sampled is decoded and encoded again: the prompt of
-the next turn is the path of tokens so far and the tokens of the messages in between. A rewritten history, as by a
-template that drops earlier thinking, is a separate branch. The rows that train are the paths from the root to each
-leaf; a sampled token counts in the first row alone, and trains exactly once.
+A node's tokens follow the tokens of all nodes above it. Sampled tokens are never decoded and encoded again: the prompt
+of the next turn is the path's tokens followed by the tokens of the new messages. A rewritten history, as by a template
+that drops earlier thinking, is a separate branch. Each path from the root to a leaf is a training row. A sampled token
+that lies on several paths is trained in the first row only, so exactly once.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ class TrajectoryRow:
 
     # int32 [T].
     tokens: NDArray[np.int32]
-    # bool [T]: true where the policy sampled the token, and this row is the one that trains it.
+    # bool [T]: true where the policy sampled the token and this row trains the token.
     sampled: NDArray[np.bool_]
-    # float32 [T], of the distribution that was sampled from; 0 where nothing was sampled.
+    # float32 [T], log-probs under the distribution that was sampled from; 0 where `sampled` is false.
     log_probs: NDArray[np.float32]
-    # int32 [T], weight version that sampled the token; -1 where nothing was sampled.
+    # int32 [T], weight version that sampled the token; -1 where `sampled` is false.
     versions: NDArray[np.int32]
-    # int16 [T], number of the turn that sampled the token; -1 where nothing was sampled.
+    # int16 [T], number of the turn that sampled the token; -1 where `sampled` is false.
     turns: NDArray[np.int16]
 
 
@@ -41,32 +41,32 @@ class TrajectoryRow:
 class MessageNode:
     """One message, or a part of the prompt, as tokens."""
 
-    # Index of the node before it; None for a root.
+    # Index of the parent node; None for a root.
     parent: int | None
     # int32 [n].
     tokens: NDArray[np.int32]
-    # None where nothing was sampled.
+    # The sampled turn; None for a node that was not sampled.
     completion: Completion | None = None
-    # Number of the sampled turn; -1 where nothing was sampled.
+    # Number of the sampled turn; -1 for a node that was not sampled.
     turn: int = -1
 
 
 @dataclass
 class Conversation:
-    """Nodes of one rollout in the order in which they came."""
+    """Tree of one rollout: its nodes in the order in which they were added."""
 
     nodes: list[MessageNode] = field(default_factory=list)
-    # The conversation, as a person reads it, in order.
+    # The conversation as text, in order.
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
 
     def add_context(self, tokens: Sequence[int], parent: int | None) -> int:
-        """Add tokens that nobody sampled after the node `parent`, None for a root; return the new node's index."""
+        """Add tokens that were not sampled below the node `parent`, None for a root; return the new node's index."""
         self.nodes.append(MessageNode(parent, np.array(tokens, np.int32)))
         return len(self.nodes) - 1
 
     def add_turn(self, completion: Completion, parent: int) -> int:
-        """Add a turn that was sampled after the node `parent`; return the new node's index."""
+        """Add a sampled turn below the node `parent`; return the new node's index."""
         self.nodes.append(MessageNode(parent, completion.tokens, completion, self.turns))
         self.turns += 1
         return len(self.nodes) - 1
@@ -81,14 +81,14 @@ class Conversation:
         return indices[::-1]
 
     def tokens(self, leaf: int) -> list[int]:
-        """Return the tokens of the path to `leaf`: the prompt of a turn that follows it."""
+        """Return the tokens of the path to `leaf`. They are the prompt of a turn below `leaf`."""
         tokens: list[int] = []
         for index in self.path(leaf):
             tokens += self.nodes[index].tokens.tolist()
         return tokens
 
     def longest_beginning(self, tokens: list[int]) -> tuple[int, int | None]:
-        """Return the length of the longest path that `tokens` begin with, and its last node; (0, None) for none."""
+        """Return the token count and the last node of the longest path that `tokens` begin with; (0, None) if none."""
         ends: dict[int | None, int] = {None: 0}
         for index, node in enumerate(self.nodes):
             start = ends.get(node.parent)
@@ -106,9 +106,9 @@ class Conversation:
         return [node.completion for node in self.nodes if node.completion]
 
     def rows(self) -> list[TrajectoryRow]:
-        """Return the rows that train, each up to its last sampled token; none without a sampled token."""
+        """Return the training rows, each cut after its last sampled token. A path without one gives no row."""
         parents = {node.parent for node in self.nodes}
-        # Nodes that an earlier row trains.
+        # Indices of the nodes that an earlier row trains.
         trained: set[int] = set()
         rows = []
         for leaf in range(len(self.nodes)):

@@ -1,25 +1,26 @@
-"""Dispatcher: the one way to sample. Hands turns to engines as they have room, and returns their answers.
+"""Dispatcher: every turn of a run is sampled through it. It gives turns to engines with room, and returns answers.
 
     sample_turn -> PENDING -- engine has room --> SAMPLING -- answer --> returned
                       ^                            |    |
                       +------ engine is lost ------+    +-- cancelled --> ABORTING -- confirmed, or engine lost --> gone
 
-The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more new rollouts
-than it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work during
-another one's long tail. A later turn goes before new groups, to the engine of the turn before, which has its prefix: up
-to as many again as the engine decodes, for no other could take it, and turns that wait in the engine begin without a
-round trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout that
-ended makes room by itself, not with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1
-times the mean, and engines would be a third full.
+The rollouts of a group go to one engine, where they share the cached prefix of their prompt. An engine gets no more new
+rollouts than it decodes at a time, and one group ahead. The other turns are PENDING here, so that a free engine finds
+work while another one finishes its longest answers. A later turn goes before new groups, to the engine of the turn
+before, which has the prefix cached. An engine holds up to twice as many turns as it decodes at a time: no other engine
+should take them, and turns that wait inside the engine begin without a round trip to the driver. While turns wait
+inside an engine, it gets new turns in batches, up to 0.2 s later. A rollout that ended makes room at once, not
+only with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1 times the mean, so that engines
+would be a third full.
 
-Where a step is waited for as a whole, an engine begins episodes until its cache is full, at most twice the number that
-it decodes, and they go on side by side: else those that begin last would be alone in the engine at the end. It begins
-more while environments are slow, rather than decode fewer. Where steps overlap there is no such end, and an episode
-that ends early has younger tokens.
+In a synchronous run, an engine begins episodes until its cache is full, at most twice the number that it decodes at a
+time, and they advance together: otherwise the episodes that begin last would be alone in the engine at the end of the
+step. While environments are slow, the engine begins more episodes rather than decode fewer. In an asynchronous run
+steps overlap and have no such end, and an episode that ends early has younger tokens.
 
-All state belongs to the event loop. Each engine has a task for answers and one for orders, so nobody waits for a
-hanging or slow engine (70 ms to begin 512 rollouts of the tiny model). An event costs the same with any number of
-engines and turns. Engines are replaced on the training thread, in `repair`, while it waits.
+All state belongs to the event loop. Each engine has one task for answers and one for orders, so no other engine waits
+for a hanging or slow one (70 ms to begin 512 rollouts of the tiny model). An event costs the same with any number of
+engines and turns. The training thread replaces engines, in `repair`, while it waits for rollouts.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied
 
-# Longer than an engine that answers takes to be collected from.
+# Longest wait for the calls of engines to end, seconds: longer than one call of `Engine.collect`.
 _CLOSE_S = 3.0
 
 
@@ -48,9 +49,9 @@ async def _ignore_restarts(rollouts: list[RolloutId]) -> None:
 
 
 class RolloutDispatcher:
-    """Samples on every engine of a pool.
+    """Samples turns on every engine of a pool.
 
-    `sample_turn` and `finish` belong to the event loop; the training thread calls the rest.
+    `sample_turn` and `finish` are called on the event loop, all other methods on the training thread.
     """
 
     def __init__(
@@ -64,43 +65,43 @@ class RolloutDispatcher:
     ) -> None:
         """Begin to collect from the engines.
 
-        events: loop that rollouts are played on; None: a new one, which `close` ends. together: all that is submitted
-        is waited for as a whole, as a synchronous step is.
+        events: loop on which rollouts are played; None: a new one, which `close` ends. together: True if all submitted
+        turns are waited for as a whole, as in a synchronous step.
         """
         self._owns_events = events is None
         self.events = events or EventLoop("rollouts")
         self._pool = pool
         self._deadline_s = run.deadline_s
         self._wait_deadline = WaitDeadline(self.events.now, run, emit)
-        # Takes the rollouts of lost engines, which go on with others.
+        # Called with the rollouts of lost engines, which continue on other engines.
         self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _ignore_restarts
-        # Tokens of late answers to aborted turns.
+        # Number of tokens in answers that came in the same iteration as their turn's abort.
         self._late_tokens = 0
         self._closed = False
-        # Turns that were submitted in this iteration of the loop.
+        # Turns that were submitted in this iteration of the event loop.
         self._new_turns: list[SubmittedTurn] = []
         self._placement = TurnPlacement(pool.at_a_time, together=together)
-        # Set when an engine has no turn any more.
+        # Set when an engine has no turns left, or is lost.
         self._emptied = asyncio.Event()
-        # Set when the training thread's wait may be over: by its waits' own callbacks, and when an engine is lost.
+        # Set when the training thread's wait may be over: by callbacks of that wait, and when an engine is lost.
         self.news = asyncio.Event()
         # True from the loss of an engine until `repair`.
         self.has_lost = False
         pool.forget_gone()
-        # By the pool's slots.
+        # One queue for each slot of the pool.
         self._queues: list[EngineQueue] = []
-        # Queues of replaced engines: a call may not have ended yet.
+        # Queues of replaced engines, whose last calls may not have ended yet.
         self._replaced: list[EngineQueue] = []
         self.events.ask(lambda: self._queues.extend(self._open_queue(index) for index in range(len(pool.engines))))
 
     # On the event loop.
 
     async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
-        """Sample a turn. Turns of one iteration of the loop are handed out together.
+        """Sample a turn. Turns submitted in one iteration of the event loop are placed together.
 
-        ahead: before all that is PENDING, but for later turns. turns_follow: further turns of the rollout may come,
-        until `finish`. Raises RuntimeError while the engines are asleep. Cancelled, it ends when the engine has
-        confirmed the abort or is lost.
+        ahead: the turn goes before all PENDING ones except later turns. turns_follow: the rollout may have further
+        turns, until `finish`. Raises RuntimeError while the engines are asleep. A cancelled call ends when the engine
+        has confirmed the abort or is lost.
         """
         turn = SubmittedTurn(request, self.events.loop.create_future(), ahead, turns_follow)
         if not self._new_turns:
@@ -113,11 +114,11 @@ class RolloutDispatcher:
             raise
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
-        """Learn that no turn of these rollouts follows: their engines may begin others."""
+        """Note that these rollouts have no further turns: their engines may begin other rollouts."""
         self._placement.finish(rollouts)
 
     def _place_new_turns(self) -> None:
-        """Begin, or line up, the turns of an iteration of the loop."""
+        """Place the turns that were submitted in this iteration of the event loop: each begins or waits."""
         turns = [turn for turn in self._new_turns if not turn.answer.done()]
         self._new_turns = []
         try:
@@ -129,15 +130,15 @@ class RolloutDispatcher:
             self._placement.add(turns)
 
     async def _abort(self, turn: SubmittedTurn) -> None:
-        """Stop sampling a turn that nobody awaits any more; wait until its engine has confirmed, or is lost."""
+        """Stop sampling a cancelled turn; wait until its engine has confirmed the abort, or is lost."""
         if turn.queue:
             await turn.queue.abort(turn)
         elif not turn.answer.cancelled() and not turn.answer.exception():
-            # It was answered in the iteration in which its rollout was cancelled.
+            # The answer came in the iteration in which the rollout was cancelled.
             self._late_tokens += len(turn.answer.result().tokens)
 
     def _open_queue(self, index: int) -> EngineQueue:
-        """Return the queue of a slot's engine, from which answers are collected from now on."""
+        """Return a new queue for the engine in a slot, and begin to collect the engine's answers. index: the slot."""
         worker = self._pool.slots[index]
         assert worker
         queue = EngineQueue(index, worker, self._pool.at_a_time, self._deadline_s, self.events, self._note_change)
@@ -157,10 +158,10 @@ class RolloutDispatcher:
     def sample(
         self, runner: RolloutRunner, sampling: Sampling, tasks: Sequence[Task], version: int, first_place: int = 0
     ) -> list[RolloutGroup]:
-        """Sample a group of each task ahead of all PENDING ones, wait, and return the groups in order.
+        """Sample one group for each task, ahead of all PENDING turns; return the groups in the order of the tasks.
 
-        runner: plays the rollouts with these engines. first_place: place of the first task among the
-        `sampling.groups_per_step` ones, from which seeds follow.
+        runner: plays the rollouts with these engines. first_place: index of the first task among the
+        `sampling.groups_per_step` tasks of this version; the seeds follow from it.
         Engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was sampled for
         `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
@@ -176,7 +177,7 @@ class RolloutDispatcher:
                 self.news.set()
 
         async def wait_a_tick() -> bool:
-            """Wait until all ended, an engine is lost, or a tick is over; return True if all ended."""
+            """Wait until all rollouts ended, an engine is lost, or TICK_S is over; return True if all ended."""
             end = self.events.now() + TICK_S
             while len(ended) < num_rollouts and not self.has_lost:
                 self.news.clear()
@@ -190,7 +191,7 @@ class RolloutDispatcher:
         while not self.events.run(wait_a_tick()):
             runner.check()
             if self.repair():
-                # The time that the replacement took is no silence of the new engine.
+                # The seconds of the replacement must not count as a silence of the new engine.
                 self._wait_deadline.note_progress()
             self._wait_deadline.check(
                 max(self.last_step(), runner.last_step),
@@ -199,21 +200,21 @@ class RolloutDispatcher:
         return [RolloutGroup(task, [ended[start.id] for start in starts]) for task, starts in zip(tasks, groups)]
 
     def drain(self, seconds: float = 0.0) -> bool:
-        """Begin no more turns until `resume`; return True once none is sampled, but by engines that are lost.
+        """Begin no more turns until `resume`; return True once no live engine has a turn.
 
-        seconds: longest wait for that.
+        seconds: longest wait. Returns False if turns are still being sampled after it.
         """
         self.events.check()
         return self.events.run(self._wait_until_drained(seconds))
 
     def resume(self) -> None:
-        """Begin turns again, after a sync. Turns of engines that the sync replaced begin from their first token."""
+        """Begin turns again, after a refit. Turns of engines that the refit replaced begin at their first token."""
         self.events.run(self._resume())
 
     def repair(self) -> bool:
-        """Replace engines that are lost or do nothing; their turns begin again. Returns True if there were any.
+        """Replace engines that are lost or silent; their turns begin again. Returns True if an engine was replaced.
 
-        Called while the training thread waits: the trainer must be at the pool's version. Raises RuntimeError when
+        Call it only while the trainer has the weights of the pool's version. Raises RuntimeError when
         `generation.max_restarts` are used up.
         """
         self.events.check()
@@ -226,7 +227,7 @@ class RolloutDispatcher:
 
     @property
     def aborted_tokens(self) -> int:
-        """Sampled tokens of aborted turns, so far."""
+        """Number of sampled tokens of all turns aborted so far."""
         return self._late_tokens + sum(queue.aborted_tokens for queue in chain(self._queues, self._replaced))
 
     def engines(self) -> list[EngineStatus]:
@@ -234,7 +235,7 @@ class RolloutDispatcher:
         return self.events.ask(lambda: [queue.status() for queue in self._queues])
 
     def describe(self) -> str:
-        """Return the state of every engine, for a human who wonders why a run waits."""
+        """Return a text on the state of every engine, to explain why a run waits."""
         parts = [
             f"{status.name} samples {status.sampling} rollouts, silent for {status.silent_s:.0f} s"
             for status in self.engines()
@@ -244,18 +245,19 @@ class RolloutDispatcher:
         return "; ".join(parts)
 
     def stats(self) -> list[EngineStats]:
-        """Return the totals of each engine, as it said when it was last collected from: at most a second ago."""
+        """Return the totals of each engine as of its last answer to `Engine.collect`, at most a second ago."""
         return [queue.stats for queue in self._queues]
 
     def last_step(self) -> float:
-        """Return when any engine last did something, by the event loop's clock."""
+        """Return the time at which any engine last did something, by the event loop's clock."""
         return max(queue.last_step for queue in self._queues)
 
     def close(self) -> None:
-        """Return no answers from now on, and call no engine.
+        """Stop answering turns and calling engines, for good.
 
-        A call of Ray's in progress while Ray shuts down ends the whole process without a word (Ray 2.60: "The core
-        worker has already been shutdown"), and a saved run would exit with 1. A silent engine is therefore ended.
+        A Ray call that is in progress while Ray shuts down ends the whole process without a message (Ray 2.60: "The
+        core worker has already been shutdown"), and a saved run would exit with 1. An engine that does not answer is
+        therefore killed.
         """
         if self._closed:
             return
@@ -287,7 +289,7 @@ class RolloutDispatcher:
             queue.lose_if_silent()
 
     async def _take_lost(self) -> dict[int, Exception]:
-        """Adopt engines that a sync has replaced; take the slots of those that are lost, with the reasons."""
+        """Adopt engines that a refit has replaced. Return the slots of lost engines, each with the reason."""
         await self._adopt_replaced()
         self._lose_silent()
         self.has_lost = False
@@ -297,7 +299,7 @@ class RolloutDispatcher:
         return self._pool.slots[queue.index] is queue.worker
 
     async def _adopt_replaced(self) -> None:
-        """Take note of engines that were replaced, by `repair` or by a sync: turns of the old ones begin again."""
+        """Open queues for the engines that `repair` or a refit has put in place; begin the old ones' turns again."""
         turns: list[SubmittedTurn] = []
         old_queues = [queue for queue in self._queues if not self._is_current(queue)]
         for queue in old_queues:
@@ -311,7 +313,7 @@ class RolloutDispatcher:
             await self.restarted([*dict.fromkeys(turn.request.id.rollout for turn in turns)])
 
     async def _wait_for_calls(self) -> bool:
-        """Wait until no engine is being called, but not long for one that does not answer; return True if none is."""
+        """Wait until no engine is being called, at most `_CLOSE_S`; return True if none is being called."""
         self._placement.is_paused = True
         calls: set[asyncio.Task[None]] = set()
         for queue in [*self._queues, *self._replaced]:

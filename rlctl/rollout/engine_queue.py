@@ -1,4 +1,4 @@
-"""Queue of one engine: its turns, and its tasks for orders and answers."""
+"""Queue of one engine: its turns, and the two tasks that call it: one sends orders, one collects answers."""
 
 import asyncio
 from collections import deque
@@ -13,21 +13,22 @@ from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
 Order = Callable[[Engine, list[Any]], int | None]
-# Errors of a call that lose an engine.
+# Errors of a call after which the engine is lost: it must be replaced.
 _LOSSES = (WorkerDied, WorkerError, WorkerTimeout)
 _COLLECT_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class SubmittedTurn:
-    """One turn on its way. It is PENDING without an engine, SAMPLING with one, and ABORTING with `stopped`."""
+    """One turn without an answer: PENDING without a `queue`, SAMPLING with a `queue`, ABORTING once it has
+    `stopped`."""
 
     request: TurnRequest
-    # Cancelled when nobody waits any more.
+    # Cancelled when no player waits for the answer any more.
     answer: "asyncio.Future[Completion]"
-    # It comes before all that wait for an engine.
+    # True if the turn goes before all other turns that wait for an engine.
     ahead: bool = False
-    # Turns of its rollout may follow, until `RolloutDispatcher.finish`.
+    # True if its rollout may have further turns, until `RolloutDispatcher.finish`.
     turns_follow: bool = False
     queue: "EngineQueue | None" = None
     # Done when the engine has confirmed the abort, or is lost.
@@ -39,22 +40,23 @@ class EngineStatus:
     """State of one engine, as the dispatcher sees it."""
 
     name: str
-    # Awaited turns, and aborted ones that the engine has not confirmed.
+    # Number of awaited turns.
     sampling: int
+    # Number of aborted turns whose abort the engine has not confirmed.
     aborting: int
-    # Most tokens of these turns.
+    # Most tokens that these turns may have.
     load: int
-    # Seconds since it last did anything.
+    # Seconds since the engine last did anything.
     silent_s: float
-    # False once it is lost, until it is replaced.
+    # False from the engine's loss until it is replaced.
     is_live: bool
 
 
 class EngineQueue:
     """One engine and its turns. It belongs to the event loop.
 
-    index: slot in the pool. at_a_time: turns that it decodes. changed: called when turns have ended, when its capacity
-    is known, or when it is lost.
+    index: slot in the pool. at_a_time: number of turns that the engine decodes at a time. changed: called when turns
+    have ended, when the engine's capacity is known, or when the engine is lost.
     """
 
     def __init__(
@@ -76,22 +78,22 @@ class EngineQueue:
         self.turns: dict[RequestId, SubmittedTurn] = {}
         # Most tokens that these turns may have.
         self.load = 0
-        # Later turns of its rollouts that wait until it has room.
+        # Batches of later turns of this engine's rollouts, which wait until the engine has room.
         self.waiting: deque[list[SubmittedTurn]] = deque()
-        # Rollouts begun here with turns to follow.
+        # Rollouts whose last turn was sampled here, until no further turn can follow.
         self.episodes: set[RolloutId] = set()
         self.stats = EngineStats()
-        # Sampled tokens of aborted turns.
+        # Number of sampled tokens of aborted turns.
         self.aborted_tokens = 0
-        # When it last did anything.
+        # Time at which the engine last did anything.
         self.last_step = events.now()
-        # Reason for which it must be replaced.
+        # Reason why the engine must be replaced; None while it is live.
         self.lost: Exception | None = None
-        # Methods and arguments not sent yet.
+        # Orders not sent yet: a method of `Engine` and its arguments.
         self._orders: deque[tuple[Order, list[Any]]] = deque()
-        # Since when the first order waits.
+        # Time since which the first order waits.
         self._orders_since = 0.0
-        # Set when the orders may gather no longer.
+        # Set when the sending task must look at the orders again.
         self._hurry = asyncio.Event()
         self._is_sending = False
         self._is_closed = False
@@ -99,7 +101,7 @@ class EngineQueue:
         self._spawn(self._collect())
 
     def begin(self, turns: list[SubmittedTurn]) -> None:
-        """Sample turns."""
+        """Begin to sample turns on this engine."""
         for turn in turns:
             turn.queue = self
             self.turns[turn.request.id] = turn
@@ -108,7 +110,7 @@ class EngineQueue:
         self._queue_order(Engine.submit, [turn.request for turn in turns])
 
     async def abort(self, turn: SubmittedTurn) -> None:
-        """Stop sampling a turn; return when the engine has confirmed, or is lost."""
+        """Stop sampling a turn; return when the engine has confirmed the abort, or is lost."""
         if self.lost or self._is_closed:
             self._remove_turn(turn)
             return
@@ -117,7 +119,7 @@ class EngineQueue:
         await turn.stopped
 
     def lose(self, error: Exception) -> None:
-        """Note that the engine must be replaced. Turns that were aborted are gone; others stay until `give_up`."""
+        """Note that the engine must be replaced. Remove its aborted turns; its other turns stay until `give_up`."""
         if self.lost:
             return
         self.lost = error
@@ -132,7 +134,7 @@ class EngineQueue:
             self.lose(WorkerTimeout("collect", [self.worker.name], self._deadline_s, "run.deadline_s"))
 
     def give_up(self) -> list[SubmittedTurn]:
-        """Take the turns of a lost engine, to begin them again."""
+        """Remove and return all turns of a lost engine, so that another engine begins them again."""
         turns = list(self.turns.values())
         for turn in turns:
             self._remove_turn(turn)
@@ -151,7 +153,7 @@ class EngineQueue:
         )
 
     def close(self) -> "set[asyncio.Task[None]]":
-        """Answer no turn and call the engine no more; return the tasks that call it still."""
+        """Stop answering turns and calling the engine; return the tasks whose calls have not ended yet."""
         self._is_closed = True
         self._hurry.set()
         return self._tasks
@@ -186,7 +188,8 @@ class EngineQueue:
                 self.aborted_tokens += len(completion.tokens)
             else:
                 turn.answer.set_result(completion)
-            # An ABORTING turn stays until the engine confirms. Otherwise it could begin again before the abort comes.
+            # An ABORTING turn stays until the engine confirms. Otherwise the same turn could be submitted again before
+            # the engine gets the abort, and the abort would stop the new one.
             if not turn.stopped:
                 self._remove_turn(turn)
         self._hurry.set()
@@ -225,9 +228,9 @@ class EngineQueue:
         self._is_sending = False
 
     def _gather_until(self) -> float:
-        """Return the time until which the first order waits for others like it.
+        """Return the time until which the first order waits for further turns to submit.
 
-        Only an engine that has more turns than it decodes is made to wait: each call takes time of its steps.
+        Gathering saves calls, which delay the engine's steps. It is done only if the engine has enough turns to decode.
         """
         method, arguments = self._orders[0]
         may_gather = method == Engine.submit and len(self._orders) == 1 and len(arguments) < ENOUGH

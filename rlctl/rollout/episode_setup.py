@@ -1,4 +1,4 @@
-"""Set-up of a run's episodes: the environments of its config, read and tried before anything starts."""
+"""Set-up of a run's episodes: reads and tries the environments of its config before anything starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from rlctl.telemetry.metrics import Metric, from_record
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
-# Keys of a rollout function and of an agent, in the config and in the pool.
+# Key of a rollout function, and key of an agent: the same in the config and in the pool.
 _FUNCTION = "rollout"
 _AGENT = "agent"
 _UNWRITTEN = "data.chat_template: the template leaves out {}: the model does not see it; set another template"
@@ -33,18 +33,19 @@ _UNWRITTEN = "data.chat_template: the template leaves out {}: the model does not
 
 @dataclass(frozen=True)
 class EpisodeSetup:
-    """Facts about a run's environments."""
+    """Facts about a run's environments, learned by trying them."""
 
+    # Environment's key in the pool -> its contract.
     contracts: Mapping[str, EnvironmentContract]
-    # Parser of tool calls; None where no environment has tools.
+    # Parser of tool calls, a key of `tool_formats.PARSERS`; None if no environment has tools.
     tool_format: str | None
-    # Messages that the first task's episode begins with, and the schemas of its tools.
+    # First messages of the first task's episode, and the schemas of its tools.
     first: list[Message]
     tools: Sequence[dict[str, Any]]
-    # One line for each thing worth knowing of the environments, by the key that names each, and of the chat template.
+    # Lines for the user on the environments, each led by a config key, and on the chat template.
     environment_notes: list[str]
     template_notes: list[str]
-    # Tokens of the prompt that an agent began with; empty without one.
+    # Tokens of the first prompt of an agent; empty if no agent plays.
     prompt: Sequence[int] = ()
 
     @property
@@ -55,12 +56,12 @@ class EpisodeSetup:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each thing worth knowing."""
+        """Lines for the user on the environments and on the chat template."""
         return [*self.environment_notes, *self.template_notes]
 
 
 def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | None = None) -> EnvironmentPool:
-    """Return the environments of a run, none of whose processes has started. To be made before Ray starts."""
+    """Return the pool of a run's environments, without starting its processes. Call it before Ray starts."""
     section = config.environment
     rewards = tuple(reward.name for reward in config.rewards if ":" in reward.name)
     specs = {
@@ -78,7 +79,7 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
 
 
 def episode_limits(settled: SettledGrpo, trains: bool) -> EpisodeLimits:
-    """Return the budgets of an episode. trains: its rows become a part of a micro-batch."""
+    """Return the budgets of an episode. trains: True if its rows will be part of a micro-batch."""
     section = settled.config.environment
     return EpisodeLimits(
         max_turns=section.max_turns,
@@ -91,7 +92,7 @@ def episode_limits(settled: SettledGrpo, trains: bool) -> EpisodeLimits:
 
 
 def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, EnvironmentContract]:
-    """Return the contract of each environment, or of the rollout function, by its key in the pool.
+    """Return the contract of each environment, rollout function or agent, by its key in the pool.
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
@@ -103,7 +104,7 @@ def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, En
 
 
 def _config_keys(config: GrpoConfig) -> dict[str, str]:
-    """Return the key of the config that names each environment, by its key in the pool."""
+    """Return for each environment's key in the pool the config key that names the environment."""
     section = config.environment
     if config.rollout is not None:
         return {_FUNCTION: _FUNCTION}
@@ -116,7 +117,7 @@ def _config_keys(config: GrpoConfig) -> dict[str, str]:
 
 
 def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, valued: bool = True) -> EpisodeSetup:
-    """Read the environments and begin one episode, of the task `first`. valued: episodes must have a reward.
+    """Read the environments, and try one episode of the task `first`. valued: True if episodes must have a reward.
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
@@ -170,10 +171,10 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
 
 
 def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
-    """Call the rollout function on a task, with the row's answer as the sample. Return a line on how it went.
+    """Call the rollout function on a task, with the row's answer as the sample. Return a line for the user on it.
 
-    Raises UnusableEnvironmentError if it fails. A row without an answer has a made-up sample, which the function may
-    refuse: then only a bug is a failure.
+    Raises UnusableEnvironmentError if it fails. For a row without an answer the sample is made up, and the function may
+    refuse it: then only an exception that looks like a bug is a failure.
     """
     answer: list[int] = []
     if first.answer:
@@ -196,10 +197,10 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
 def _try_agent(
     config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool
 ) -> tuple[str, TriedFunction]:
-    """Run the agent on a task; each turn says the row's answer, or a word. Return a line on it, and its course.
+    """Run the agent on a task; each turn is the row's answer, or "yes". Return a line for the user, and the trial.
 
-    Raises UnusableEnvironmentError for a bug, a broken contract and an agent without a value. It may refuse the turns,
-    but not fail before it has got one.
+    Raises UnusableEnvironmentError for a bug, a broken contract, and an agent whose rollouts would have no reward. The
+    agent may fail on the made-up turns, but not before it has received one.
     """
     turn = list(chat.tokenizer(first.answer or "yes", add_special_tokens=False).input_ids)
     if chat.ends.trained is not None:
@@ -222,7 +223,7 @@ def _try_agent(
 def _unvalued_problems(
     config: GrpoConfig, contracts: Mapping[str, EnvironmentContract], keys: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Return a problem for each environment whose episodes nothing values."""
+    """Return a problem (config key, reason) for each environment whose episodes would have no reward."""
     if config.rewards:
         return []
     problem = (
@@ -233,14 +234,14 @@ def _unvalued_problems(
 
 
 def format_of_calls(setting: str, chat: Chat) -> str | None:
-    """Return the parser of tool calls; None if the chat template has no known format. setting: its name, or auto."""
+    """Return the parser of tool calls; None if the chat template's format is unknown. setting: a parser, or "auto"."""
     if setting != "auto":
         return setting
     return None if chat.template is None else tool_format(choose_template(chat.template, with_tools=True))
 
 
 def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
-    """Return a problem where tools cannot be shown to the model, or its calls not be read."""
+    """Return a problem (config key, reason) if the model cannot be shown tools, or if its calls cannot be parsed."""
     if chat.template is None:
         return [("data.chat_template", "there is none, and tools are shown to the model by a chat template")]
     if format is None:
@@ -252,7 +253,7 @@ def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
 
 
 def _try_reset(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
-    """Begin an episode of a task, and close it. Return its first messages, or why there are none."""
+    """Begin an episode of a task, and close it. Return its first messages and "", or no messages and the reason."""
     observation = pool.reset("first", task.row, 0).result()
     pool.close("first")
     if isinstance(observation, EnvironmentFailure):
@@ -265,13 +266,13 @@ def _try_reset(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
 
 
 def _template_problems(chat: Chat, messages: list[Message], contract: EnvironmentContract) -> list[tuple[str, str]]:
-    """Return a problem where the template refuses the first prompt, or cannot go on after a turn."""
+    """Return a problem (config key, reason) if the template refuses the first prompt, or messages after a turn."""
     answer = {"role": "tool", "content": "answer"} if contract.tools else {"role": "user", "content": "answer"}
     try:
         chat.prompt(messages, contract.tools)
         chat.link(messages, [answer], contract.tools)
     except DataError as error:
         return [("data.chat_template", str(error))]
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # a template may raise any exception
         return [("data.chat_template", f"refuses the first prompt: {one_line(error)}")]
     return []

@@ -7,11 +7,11 @@
           engine lost, resume |  |  +----- dropped: failed too often, no rollout --+                 | no budget left
           or resample (due) --+--+                            +-- scored, teaches nothing --> FILTERED -- release -->
 
-DEFERRED: drawn, but a resume found no room, as after a change of N or S; or a synchronous step did not need it, in
-whichever state it was (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED: every rollout is
-there. READY: every rollout is scored; a dropped group has none. FILTERED: scored, but it teaches nothing, and another
-group is sampled in its place. TAKEN: in the current step. A group leaves by `release` alone, so none is lost, and with
-its number, so none is trained twice. Validation and the parity check have no groups here.
+DEFERRED: drawn, and to be sampled later: a resume found no room, as after a change of N or S, or a synchronous step
+did not need the group (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED: every rollout has
+ended. READY: every rollout is scored; a dropped group has no rollouts. FILTERED: scored, but it teaches nothing, and
+another group is sampled in its place. TAKEN: in the current step. Only `release` removes a group, so none is lost. It
+removes the number too, so none is trained twice. Groups of validation and the parity check are not kept here.
 
 Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence at most 4 groups.
 
@@ -21,7 +21,7 @@ Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence a
     3 4 5 sampled and scored   select(1) -> None      0 and 3 are due at version 1 and fill the step: wait for 0
                                overdue(1) -> [0]      ... or resample it at version 1, then select(1) -> [3, 4]
 
-No clock, no processes, no lock. The states of groups are counted as they change, so that no event looks at all groups.
+No clock, no processes, no lock. Groups are indexed by state, so that an event need not look at all groups.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ from rlctl.rollout.types import Rollout, RolloutGroup
 
 
 class GroupState(Enum):
-    """State of a group, see the head of this file."""
+    """State of a group; the docstring of this module explains each."""
 
     DEFERRED = "deferred"
     SAMPLING = "sampling"
@@ -54,11 +54,11 @@ _NEXT = {
     GroupState.FILTERED: {GroupState.TAKEN, GroupState.DEFERRED},
     GroupState.TAKEN: set[GroupState](),
 }
-# States of groups that have no place on the way to a step.
+# States of groups that hold no place in the order of training.
 _ASIDE = (GroupState.DEFERRED, GroupState.FILTERED)
 # States of groups that the current step may still take.
 _NOT_TAKEN = (GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.FILTERED)
-# Fields of a record in a checkpoint.
+# Fields of `GroupRecord` that a checkpoint holds.
 _SAVED_FIELDS = ("number", "version", "place", "finished", "attempt", "failures", "reason")
 
 
@@ -66,86 +66,86 @@ _SAVED_FIELDS = ("number", "version", "place", "finished", "attempt", "failures"
 class GroupRecord:
     """One group of the run."""
 
-    # Number of its task's draw.
+    # Number of the draw of its task: the data cursor's position.
     number: int
     task: Task
-    # Weight version at which its oldest rollout began; no token is older.
+    # Weight version at which its oldest rollout began. No token of the group is older.
     version: int
-    # Place in the order of training; a group that is resampled goes to the end.
+    # Place in the order of training. Resampling a group gives it the last place.
     place: int
     state: GroupState = GroupState.SAMPLING
-    # Place in the order in which groups were sampled.
+    # Place in the order in which groups became SAMPLED.
     finished: int = 0
-    # Number of times it was resampled on purpose.
+    # Number of times `resample` began the group again.
     attempt: int = 0
-    # Number of engines lost while they sampled it.
+    # Number of engines lost while they sampled the group.
     failures: int = 0
-    # Reason for which it is FILTERED.
+    # Reason why the group teaches nothing; empty if it teaches.
     reason: str = ""
-    # When it was admitted or last restarted, seconds of the buffer's clock.
+    # Time at which its rollouts were begun, seconds of the event loop's clock.
     began: float = 0.0
-    # Rollouts that are there, by index.
+    # Rollouts that have ended, by their index in the group.
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the rollouts that are there."""
+        """Number of tokens in the rollouts that have ended."""
         return sum(rollout.num_tokens for rollout in self.rollouts.values())
 
     def rollout_group(self) -> RolloutGroup:
-        """Return the rollouts that are there, as a group."""
+        """Return the rollouts that have ended, as a group."""
         return RolloutGroup(self.task, list(self.rollouts.values()))
 
 
 class GroupTable:
-    """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks.
+    """Groups of a run by number, in the order of their places. Methods raise KeyError for an unknown number.
 
-    budget: number of groups that teach nothing and are replaced for each step.
+    budget: most groups that teach nothing and are replaced in each step.
     """
 
     def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
         self.rule = rule
         self._budget = budget
-        # Groups that an asynchronous run may still replace: it has max_age steps' worth in flight besides a step's own.
+        # Number of groups that an asynchronous run may replace. It has the groups of max_age + 1 steps in flight.
         self._max_credit = (rule.max_age + 1) * budget
         self._credit = self._max_credit
         self._groups: dict[int, GroupRecord] = {}
         self._by_state: dict[GroupState, dict[int, GroupRecord]] = {state: {} for state in GroupState}
-        # Tokens of READY groups.
+        # Number of tokens of all READY groups.
         self.ready_tokens = 0
-        # Number of places given in the order of training.
+        # Next free place in the order of training.
         self._placed = 0
-        # Number of groups that were sampled.
+        # Number of groups that have become SAMPLED or were dropped.
         self._sampled = 0
 
     def __getitem__(self, number: int) -> GroupRecord:
         return self._groups[number]
 
     def get(self, number: int) -> GroupRecord | None:
-        """Return a group; None if the number is not active."""
+        """Return a group; None if the table has none of this number."""
         return self._groups.get(number)
 
     @property
     def active(self) -> int:
-        """Number of groups between admission and release, without those that are FILTERED."""
+        """Number of groups between admission and release, without FILTERED ones."""
         return len(self._groups) - self.count(*_ASIDE)
 
     @property
     def room(self) -> int:
-        """Number of groups that may be admitted.
+        """Number of further groups that may be admitted.
 
-        A synchronous step may have as many as it may replace beyond its own: it puts off those that it does not need.
+        A synchronous step may have up to `budget` groups beyond its own. It puts off those that it does not need.
         """
         surplus = 0 if self.rule.max_age else self._budget - self.count(GroupState.FILTERED)
         return self.rule.capacity + surplus - self.active
 
     @property
     def places(self) -> int:
-        """Free places of the current step."""
+        """Number of free places in the current step."""
         return self.rule.groups_per_step - self.count(GroupState.TAKEN)
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
-        """Return the groups in any of these states, oldest first."""
+        """Return the groups in any of these states, in the order of their draws."""
         groups: list[GroupRecord] = []
         for state in states:
             groups += self._by_state[state].values()
@@ -161,7 +161,7 @@ class GroupTable:
         return dict(sorted(Counter(group.version for group in groups).items()))
 
     def describe(self, now: float) -> str:
-        """Return the cause of the next step's wait, and the number of groups by state and version, for a human."""
+        """Return a text: the cause of the step's wait, and the number of groups by state and by version."""
         text: str = self.waits_for()
         sampling = self.in_state(GroupState.SAMPLING)
         if sampling:
@@ -175,8 +175,8 @@ class GroupTable:
         return f"{text}, {self.count(GroupState.TAKEN)} taken for the step ({versions})"
 
     def admit(self, tasks: Mapping[int, Task], version: int) -> list[GroupRecord]:
-        """Begin new or deferred groups, by number, while the generator serves `version`. Raises ValueError if they do
-        not fit."""
+        """Begin new or DEFERRED groups, while the generator serves `version`. tasks: by the groups' numbers. Raises
+        ValueError if the groups do not fit."""
         if len(tasks) > self.room:
             limit = self.active + self.room
             raise ValueError(f"{len(tasks)} groups do not fit beside {self.active} of at most {limit}")
@@ -188,7 +188,7 @@ class GroupTable:
         return [self._groups[number] for number in tasks]
 
     def mark_sampled(self, number: int) -> None:
-        """Note that every rollout of a group is there."""
+        """Note that every rollout of a group has ended."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLED)
         group.finished = self._sampled
@@ -197,8 +197,8 @@ class GroupTable:
     def mark_scored(self, number: int, reason: str | None) -> None:
         """Note that every rollout of a group is scored. reason: why the group teaches nothing; None if it teaches.
 
-        A group that teaches nothing is FILTERED while the budget lasts. In a synchronous run `select` counts the
-        budget, in the order of the draws.
+        A group that teaches nothing becomes FILTERED while the budget lasts, READY afterwards. In a synchronous run
+        the budget is not spent here: `select` spends it in the order of the draws.
         """
         group = self._groups[number]
         is_filtered = bool(reason) and self._credit > 0
@@ -206,14 +206,14 @@ class GroupTable:
         group.reason = reason or ""
         if is_filtered and self.rule.max_age:
             self._credit -= 1
-            # The places close up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
+            # Later groups move up by one place. Otherwise the window of `windowed_fifo` would hold too few groups.
             for other in self._list_waiting():
                 if other.place > group.place:
                     other.place -= 1
             self._placed -= 1
 
     def drop(self, number: int) -> None:
-        """Make a group that is being sampled READY with no rollouts: its step counts it as dropped."""
+        """Make a SAMPLING group READY without rollouts. Its step counts it as dropped."""
         group = self._groups[number]
         group.rollouts = {}
         self._move(group, GroupState.READY)
@@ -221,15 +221,15 @@ class GroupTable:
         self._sampled += 1
 
     def restart(self, number: int, version: int) -> None:
-        """Note that missing rollouts begin again at `version`. Rollouts that are there stay, and so does the
-        group's age."""
+        """Note that a group's missing rollouts begin again at `version`. If any rollout has ended, it stays, and the
+        group keeps its older version."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
         if not group.rollouts:
             group.version = max(group.version, version)
 
     def resample(self, number: int, version: int) -> GroupRecord:
-        """Begin all rollouts of a group again at `version`, once: `overdue` names it no more."""
+        """Begin all rollouts of a group again at `version`. `overdue` does not name the group a second time."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
         self._remove_group(number)
@@ -241,17 +241,17 @@ class GroupTable:
         return group
 
     def select(self, version: int) -> list[int] | None:
-        """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
-        have to be waited for."""
-        # Cheaper than the choice, which would run after every finished group.
+        """Return the numbers of the groups for all places left in the step at `version`, in the order of their draws;
+        None while groups have to be waited for."""
+        # Cheaper than `select_part`, which would run after every finished group.
         if self.count(GroupState.READY, GroupState.FILTERED) < self.places:
             return None
         chosen = self.select_part(version)
         return chosen if len(chosen) == self.places else None
 
     def select_part(self, version: int) -> list[int]:
-        """Return the numbers of groups that may train at `version`, independent of the others' fate, oldest first:
-        fewer than the step has places left, if some have to be waited for."""
+        """Return the numbers of groups that may train at `version` whatever happens to the others, in the order of
+        their draws. They are fewer than the places left if further groups have to be waited for."""
         if not self.rule.max_age:
             return self._select_first_drawn()
         waiting = self._list_waiting()
@@ -261,15 +261,15 @@ class GroupTable:
     def _select_first_drawn(self) -> list[int]:
         """Return the groups of a synchronous step in the order of their draws, up to the first that is not scored.
 
-        FILTERED ones are passed over while the budget lasts, and then take places. So the choice depends on the draws
-        alone, not on who ended first.
+        FILTERED groups are skipped while the budget lasts, and take places afterwards. So the choice depends on the
+        order of the draws, not on which group ended first.
         """
         chosen: list[int] = []
         replaced = 0
         for group in self.in_state(*_NOT_TAKEN):
             if group.state not in (GroupState.READY, GroupState.FILTERED) or len(chosen) == self.places:
                 break
-            # A resume has the rollouts of no FILTERED group.
+            # After a resume a FILTERED group has no rollouts, since a checkpoint saves only those of READY groups.
             if group.state is GroupState.FILTERED and (replaced < self._budget or not group.rollouts):
                 replaced += 1
             else:
@@ -277,21 +277,21 @@ class GroupTable:
         return chosen
 
     def surplus(self) -> list[GroupRecord]:
-        """Return the groups that a synchronous step did not need: it is full, and they were drawn later."""
+        """Return the groups that a synchronous step does not need: those drawn after its last one, once it is full."""
         if self.rule.max_age or self.places:
             return []
         last = max(group.number for group in self.in_state(GroupState.TAKEN))
         return [group for group in self.in_state(*_NOT_TAKEN) if group.number > last]
 
     def put_off(self, groups: list[GroupRecord]) -> None:
-        """Defer groups to the next step, with its weights and the same seeds."""
+        """Defer groups: the next step samples them again with its weights and the same seeds."""
         for group in groups:
             self._move(group, GroupState.DEFERRED)
             group.rollouts = {}
             group.reason = ""
 
     def take(self, numbers: list[int], version: int) -> list[GroupRecord]:
-        """Put groups into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
+        """Put groups into the step that trains at `version`. Raises RuntimeError if one exceeds the bound on age."""
         groups = [self._groups[number] for number in numbers]
         if stale := [group.number for group in groups if version > self.rule.deadline(group)]:
             raise RuntimeError(f"groups {stale} are older than {self.rule.max_age} steps at version {version}")
@@ -300,7 +300,7 @@ class GroupTable:
         return groups
 
     def release(self) -> list[int]:
-        """Remove the groups of the ended step, and FILTERED ones; return their numbers."""
+        """Remove the TAKEN groups of the ended step and all FILTERED groups; return their numbers."""
         released = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in released:
             self._remove_group(number)
@@ -308,9 +308,9 @@ class GroupTable:
         return released
 
     def overdue(self, version: int) -> list[int]:
-        """Return the numbers of groups that the step at `version` waits for although it could do without them.
+        """Return the numbers of SAMPLING groups that are due at `version` while enough others are complete for a step.
 
-        Resampled they need not train now. Empty while complete groups are too few anyway, and for groups that were
+        If they are resampled, the step need not wait. Empty if too few other groups are complete, or if a due group was
         resampled before.
         """
         waiting = self._list_waiting()
@@ -322,14 +322,14 @@ class GroupTable:
         return [group.number for group in due]
 
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
-        """Return the reason why the next step cannot start: too few groups are sampled, or scored, or older ones come
-        first."""
+        """Return why the next step waits. rollouts: too few groups are sampled. scores: too few are scored. oldest:
+        older groups must train first."""
         if self.count(GroupState.READY, GroupState.SAMPLED) < self.places:
             return "rollouts"
         return "scores" if self.count(GroupState.READY) < self.places else "oldest"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return every group for a checkpoint between two steps, but for tasks and rollouts."""
+        """Return the state of every group for a checkpoint between two steps, without tasks and rollouts."""
         groups = []
         for group in self._groups.values():
             fields = {name: getattr(group, name) for name in _SAVED_FIELDS}
@@ -343,17 +343,17 @@ class GroupTable:
         task: Callable[[int], Task],
         rollouts: Mapping[int, list[Rollout]],
     ) -> list[GroupRecord]:
-        """Take up the state of `state_dict`. task: gives a draw's task; rollouts: of groups that were READY.
+        """Restore the state of `state_dict`. task: returns the task of a draw. rollouts: those of READY groups.
 
-        READY groups stay so where their deadlines can be kept. Returns the others, to be sampled again at `version`.
-        Groups without room are DEFERRED.
+        A READY group stays READY if all deadlines can be kept. Returns the other groups, for the caller to sample again
+        at `version`. Groups without room become DEFERRED.
         """
         self._placed = state["placed"]
         self._sampled = len(state["groups"])
         self._credit = min(self._max_credit, state.get("credit", self._max_credit))
         resampled = []
         for saved in state["groups"]:
-            # A checkpoint of an earlier release may lack fields.
+            # A checkpoint of an earlier release may lack some fields.
             fields = {name: saved[name] for name in _SAVED_FIELDS if name in saved}
             saved_state = GroupState(saved["state"])
             group = GroupRecord(task=task(saved["number"]), **fields)
@@ -385,7 +385,7 @@ class GroupTable:
         self.ready_tokens -= group.num_tokens if group.state is GroupState.READY else 0
 
     def _move(self, group: GroupRecord, state: GroupState) -> None:
-        """Change a group's state. Raises RuntimeError for a transition that the drawing lacks."""
+        """Change a group's state. Raises RuntimeError for a transition that `_NEXT` lacks."""
         if state not in _NEXT[group.state]:
             raise RuntimeError(f"group {group.number} is {group.state.value}, which {state.value} cannot follow")
         self._by_state[group.state].pop(group.number)
@@ -395,7 +395,7 @@ class GroupTable:
         self.ready_tokens += group.num_tokens if state is GroupState.READY else 0
 
     def _list_waiting(self) -> list[GroupRecord]:
-        """Return the groups on their way to a step that no step has taken yet."""
+        """Return the SAMPLING, SAMPLED and READY groups, which no step has taken yet."""
         return [group for group in self._groups.values() if group.state not in (GroupState.TAKEN, *_ASIDE)]
 
     def _next_place(self) -> int:

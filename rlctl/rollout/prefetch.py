@@ -1,25 +1,25 @@
-"""Number of groups that an asynchronous run keeps on their way: enough to keep the trainer busy, and no more.
+"""Number of groups that an asynchronous run keeps in progress: enough to keep the trainer busy, and no more.
 
-The bound on age is a bound, not a target. Where the generator is the faster side, groups that wait for the trainer only
-grow older and win nothing; where it is the slower one, every group within the bound is in flight. Measured on the tiny
-run, whose trainer is the slower side: with the bound 4 and all that it allows on the way, held-out accuracy after 240
-steps was 0.870 at a mean age of 3.90; the synchronous run reached 0.945. Pure.
+The bound on age is a bound, not a target. If the generator is faster, groups that wait for the trainer only grow older.
+If the trainer is faster, every group that the bound allows is in progress. Measured on the tiny run, whose trainer is
+slower: with bound 4 and all groups that it allows in progress, held-out accuracy after 240 steps was 0.870 at a mean
+age of 3.90; the synchronous run reached 0.945. No clock and no processes.
 """
 
 from collections import deque
 from math import ceil
 
-# Waiting less than this share of a step is noise.
+# A wait of less than this share of a step is ignored.
 NOISE = 0.02
-# Steps with spare groups before fewer are drawn.
+# Number of consecutive steps with spare groups after which the target shrinks.
 STEPS = 4
 
 
 class AdaptivePrefetch:
     """Target number of groups between admission and the end of their step, from 2 N to the capacity (max_age + 1) N.
 
-    With N groups a step, N train while N are sampled: with less than 2 N one side stands still. adaptive: False keeps
-    the target at the capacity.
+    N is the number of groups in a step: N groups train while N are sampled, so with less than 2 N one side would idle.
+    adaptive: False keeps the target at the capacity.
     """
 
     def __init__(self, num_prompts_per_step: int, capacity: int, *, adaptive: bool) -> None:
@@ -28,20 +28,20 @@ class AdaptivePrefetch:
         self._is_adaptive = adaptive
         self._min_target = min(2 * num_prompts_per_step, capacity)
         self.target = self._min_target if adaptive else capacity
-        # Groups that were there at the end of the last steps, beyond those of the next step.
+        # For each of the last steps, the complete groups at its end minus the groups of one step.
         self._surpluses: deque[int] = deque(maxlen=STEPS)
 
     def resume(self, target: int) -> None:
-        """Go on with the target of a checkpoint, as far as the bound still allows it."""
+        """Continue with the target of a checkpoint, clipped to the present range."""
         if self._is_adaptive:
             self.target = max(self._min_target, min(self._capacity, target))
 
     def note_step(self, waited: float, complete: int) -> None:
         """Adapt the target at the end of a step.
 
-        waited: share of the step that the trainer waited for samples. complete: groups that are there for the next
-        step. The target grows by half a step's worth after a wait, and shrinks by half of the least surplus of the last
-        steps.
+        waited: share of the step in which the trainer waited for rollouts. complete: number of complete groups for the
+        next step. After a wait, the target grows by half of a step's groups. After `STEPS` steps without a wait it
+        shrinks by half of their least surplus.
         """
         if not self._is_adaptive:
             return

@@ -1,4 +1,4 @@
-"""Runner of rollouts: one asyncio task each, on the event loop of the driver, between players and the dispatcher.
+"""Runner of rollouts: plays each one in its own asyncio task on the driver's event loop, and samples by the dispatcher.
 
     begin -> task -- policy.sample --> engines -- answer --> task goes on ... -- returns --> ended(rollout)
                                                               \
@@ -17,10 +17,10 @@ from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import EventLoop
 
 Ended = Callable[[Rollout], None]
-# Longest wait for engines to confirm an abort. One that hangs gets no new work meanwhile.
+# Longest wait for engines to confirm an abort, seconds. An engine that hangs gets no new work meanwhile.
 _ABORT_S = 5.0
 _CLOSE_S = 3.0
-# Rollouts that begin before the event loop goes round: 6 ms of a core at 50 us each.
+# Number of rollouts begun before the event loop's other tasks run again: 6 ms of a core at 50 us a rollout.
 SLICE = 128
 
 
@@ -29,28 +29,28 @@ class Engines(Protocol):
 
     @property
     def events(self) -> EventLoop:
-        """Loop that rollouts are played on."""
+        """Event loop on which rollouts are played."""
 
     async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
         """Sample a turn, see `RolloutDispatcher.sample_turn`."""
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
-        """Learn that no turn of these rollouts follows."""
+        """Note that these rollouts have no further turns."""
 
 
 @dataclass(eq=False)
 class RunningRollout:
-    """One rollout in flight; its player's `Policy`."""
+    """One rollout in flight. It is the `Policy` that the player of this rollout samples with."""
 
     runner: "RolloutRunner"
     start: RolloutStart
     ended: Ended
-    # True if the turns come before all that wait for an engine.
+    # True if its turns go before all other turns that wait for an engine.
     ahead: bool
     task: "asyncio.Task[None]" = field(init=False)
-    # Turns that it waits for.
+    # Number of its turns that are waiting or being sampled.
     waits: int = 0
-    # Tokens of the turns that have ended in this try.
+    # Number of sampled tokens in the finished turns of this try.
     sampled: int = 0
     is_stopped: bool = False
 
@@ -75,14 +75,14 @@ class RolloutRunner:
         self._player = player
         self._engines = engines
         self.events = engines.events
-        # Tokens of finished turns of stopped rollouts, so far.
+        # Number of tokens in the finished turns of all rollouts stopped so far.
         self.aborted_tokens = 0
         self._closed = False
         self._last_step = 0.0
         self._running: dict[RolloutId, RunningRollout] = {}
 
     def begin(self, starts: Sequence[RolloutStart], ended: Ended, *, ahead: bool = False) -> None:
-        """Begin rollouts; `ended` is called with each as it ends. ahead: before all that wait for an engine."""
+        """Begin rollouts; call `ended` with each one as it ends. ahead: their turns go before all waiting turns."""
         if self._closed:
             return
         for start in starts:
@@ -93,7 +93,7 @@ class RolloutRunner:
     async def begin_groups(
         self, groups: Iterable[Sequence[RolloutStart]], ended: Ended, *, ahead: bool = False
     ) -> None:
-        """Begin the rollouts of groups, as `begin`; let the loop go round after each `SLICE`."""
+        """Begin the rollouts of groups, as `begin` does; let other tasks of the loop run after each `SLICE`."""
         num_begun = 0
         for starts in groups:
             self.begin(starts, ended, ahead=ahead)
@@ -103,10 +103,10 @@ class RolloutRunner:
                 await asyncio.sleep(0)
 
     async def stop(self, ids: Iterable[RolloutId], seconds: float = _ABORT_S) -> list[RolloutId]:
-        """Stop these rollouts; `ended` is not called for them. Returns those that had not ended.
+        """Stop these rollouts without calling `ended`. Returns the ids of the ones that were still running.
 
-        Waits until the engines have confirmed, but not long for one that hangs. Raises RuntimeError for a player that
-        swallows its cancellation.
+        Waits at most `seconds` until the engines have confirmed. Raises RuntimeError for a player that swallows its
+        cancellation.
         """
         stopped = [self._running.pop(rollout_id) for rollout_id in ids if rollout_id in self._running]
         for rollout in stopped:
@@ -129,28 +129,28 @@ class RolloutRunner:
 
     @property
     def several_turns(self) -> bool:
-        """True if earlier turns of a rollout stay when its engine is lost."""
+        """True if finished turns of a rollout are kept when its engine is lost."""
         return self._player.several_turns
 
     def check(self) -> None:
-        """Raise the first defect of a rollout or of an environment's action, if there was one."""
+        """Raise the first exception of a task on the event loop, if there was one."""
         self.events.check()
 
     @property
     def last_step(self) -> float:
-        """When a rollout last did anything, by the event loop's clock."""
+        """Time at which a rollout last finished a turn or an environment last answered, by the event loop's clock."""
         return max(self._last_step, self._player.last_step)
 
     def describe(self) -> str:
-        """Return the waits of rollouts for anything but engines, for a human; empty if there are none."""
+        """Return a text on the rollouts that wait for anything but engines; empty if none does."""
         return self._player.describe()
 
     def close(self) -> None:
-        """Stop all rollouts, and hand out nothing from now on."""
+        """Stop all rollouts. From now on `begin` does nothing, and `ended` is not called."""
         if self._closed:
             return
         self._closed = True
-        with suppress(RuntimeError):  # a loop that something blocks: the run ends all the same
+        with suppress(RuntimeError):  # if something blocks the event loop, the run ends all the same
             self.events.run(self.stop(list(self._running), _CLOSE_S), 2 * _CLOSE_S)
 
     async def _play_rollout(self, rollout: RunningRollout) -> None:
@@ -158,10 +158,10 @@ class RolloutRunner:
         try:
             played = await self._player.play(rollout.start, rollout)
         finally:
-            # A stopped rollout may have been begun again.
+            # A rollout that was stopped may be running again, as another task: its engine must not be told.
             if self._player.several_turns and self._running.get(rollout_id, rollout) is rollout:
                 self._engines.finish([rollout_id])
-        # A rollout that was stopped meanwhile is not handed out.
+        # A rollout that was stopped meanwhile is not passed to `ended`.
         if self._running.get(rollout_id) is rollout:
             del self._running[rollout_id]
             rollout.ended(played)

@@ -1,4 +1,4 @@
-"""Scores of groups: the config's rewards on the text, and the environment's value (contract 11)."""
+"""Scores of groups: the config's rewards of the text, and the environment's reward (contract 11)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.types import Decode, PlayedEpisode, Rollout, RolloutGroup
 
-# Tokens that hold an opened tag, with blanks behind it.
+# Number of tokens at a prompt's end that are decoded: enough for an opened tag such as <think> and blanks behind it.
 _PROMPT_END = 32
 
 
@@ -19,11 +19,12 @@ class GroupScorer:
     """Scores groups; may be called from several threads."""
 
     scorer: Scorer
-    # Text of tokens without the special ones.
+    # Decodes tokens to text, without special tokens.
     decode: Decode
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with a score for each rollout. An episode that failed has no value, and is not rewarded."""
+        """Return the groups with a score for each rollout. No reward function sees a failed episode: its value is
+        None."""
         texts = iter(self.decode([_tokens_to_decode(rollout) for group in groups for rollout in group.rollouts]))
         inputs: list[RewardInput] = []
         episode_rewards: list[dict[str, float]] = []
@@ -52,7 +53,7 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
     """Return the input of rewards: the answer's text, or the whole conversation of an episode.
 
     In an episode, the prompt is its opening and the completion is the rest; the row's `messages` is the conversation.
-    text: what was sampled; of an episode the end of the last turn's prompt.
+    text: decoded tokens of `_tokens_to_decode`: the answer, or the end of the prompt of an episode's last turn.
     """
     if episode is None:
         completion_messages = [{"role": "assistant", "content": text}]
@@ -65,7 +66,8 @@ def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> Reward
 
 
 def _tokens_to_decode(rollout: Rollout) -> list[int]:
-    """Return the sampled tokens; of an episode the tokens in front of its last turn, whose end may open thinking."""
+    """Return the sampled tokens. For an episode, return the last tokens of the prompt of its last turn instead: they
+    show whether the prompt opened a thinking section."""
     if not rollout.episode:
         sampled_tokens: list[int] = rollout.sampled_tokens.tolist()
         return sampled_tokens
@@ -82,16 +84,16 @@ def _text_of(messages: Sequence[Message]) -> str:
 
 
 def environment_rewards(reward: Reward | None) -> dict[str, float]:
-    """Return the value of an episode by name: the names of a dict, or `environment`; none without a value."""
+    """Return an episode's rewards by name: a dict as it is, a number as `environment`, nothing for None."""
     if reward is None:
         return {}
     return reward if isinstance(reward, dict) else {ENVIRONMENT_REWARD: reward}
 
 
 def sample_item(task: Task) -> RewardInput:
-    """Return the input of the rewards' trial before a run: a task with the row's answer.
+    """Return an input on which rewards are tried before a run: the task with the row's answer as the completion.
 
-    The prompt does not open thinking, for the answer is behind it.
+    A `<think>` at the end of the prompt is removed, since the answer is no thinking.
     """
     sample = reward_input(task, None, task.answer or "")
     return replace(sample, prompt=sample.prompt.rstrip().removesuffix("<think>") if sample.prompt else "")

@@ -1,29 +1,30 @@
-"""Rule of staleness: the choice of the next groups to train. None is ever too old. Pure.
+"""Rule of staleness: chooses the next groups to train, so that no group is ever too old. Pure functions.
 
 A group trains at version v only if its age, v minus the oldest version among its tokens, is at most S (contract 1).
 
-Symbols: N groups a step, S = max_age. A group admitted while the generator serves version g holds no older token, so it
-keeps the bound if it trains at version g + S or before: its deadline. At most C = (S + 1) N groups are between
-admission and the end of their step, hence (with F(d) the groups with a deadline of at most d, v the version to train)
+Symbols: N is the number of groups in a step, S = max_age, v the version of the next step. A group admitted while the
+generator serves version g has no token older than g, so it keeps the bound if it trains at version g + S or before:
+g + S is its deadline. F(d) is the number of groups with a deadline of at most d. At most C = (S + 1) N groups are
+between admission and the end of their step. Hence at the start
 
     F(d) <= (d - v + 1) N   for every d >= v                                                            (feasible)
 
-at the start; and `choose` never takes a group with a later deadline where F(d) is tight. A step then removes N groups
-from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
-the line holds again. At most N groups are ever due at once. They fit into the step, and none is born stale.
+Call F(d) tight if both sides are equal. `choose` never takes a group with a deadline after d while F(d) is tight. So a
+step removes N groups from every tight F(d) while v grows by one. Groups admitted afterwards have deadline v + S, where
+F is at most C: the inequality holds again. For d = v it says that at most N groups are due, so they fit into the step.
 
-A group that teaches nothing may leave before its step. Another is admitted in its place, at the version trained or
-served then. No F(d) grows when it leaves. The new group has deadline v + S, where F is at most C less the groups of the
-step: the line holds with the places that are left.
+A group that teaches nothing may leave before its step, and no F(d) grows. Another group is then admitted in its place,
+with deadline v + S, where F is at most C less the groups that the step has taken: the inequality holds with the
+remaining places for N.
 
-A step may be taken in parts, before all of its groups are there: places are then filled one by one, and the line holds
-with the remaining places for N. The first complete groups are taken first then: a group that the policy would have
-preferred, had it been there, may train a step later.
+A step may be taken in parts, before all of its groups are complete. Its places are then filled one by one, and the
+inequality holds with the remaining places for N. Groups that complete first are taken first: one that the policy
+prefers, but completes later, may train a step later.
 
-No policy deadlocks: all groups of a step are being sampled already, the version does not move while it waits, and
-sampling never waits for the trainer. `in_order` waits for the oldest group. The oldest always lies in its own window,
-so once it is complete the window of `windowed_fifo` moves on. `ready_first` waits only for due groups, or for N
-complete ones, of which C >= N are on their way.
+No policy deadlocks: all groups of a step are being sampled already, the version does not change while the step waits,
+and sampling never waits for the trainer. `in_order` waits for the oldest group. The oldest group always lies in the
+window, so once it is complete the window of `windowed_fifo` moves on. `ready_first` waits only for due groups, or for
+N complete ones, and C >= N groups are being sampled.
 """
 
 from collections import Counter
@@ -39,11 +40,11 @@ TrainingOrder = Literal["windowed_fifo", "in_order", "ready_first"]
 class Aged(Protocol):
     """A group as the rule sees it."""
 
-    # No token of the group is older.
+    # Lower bound of the versions of the group's tokens.
     version: int
     # Place in the order of training.
     place: int
-    # Place in the order in which groups were sampled.
+    # Place in the order in which the sampling of groups ended.
     finished: int
 
 
@@ -57,7 +58,7 @@ class StalenessRule:
     groups_per_step: int
     max_age: int
     policy: TrainingOrder
-    # Share of the capacity that `windowed_fifo` looks beyond a step's worth.
+    # Share of the capacity by which the window of `windowed_fifo` exceeds `groups_per_step`.
     window_fraction: float
 
     @property
@@ -66,11 +67,11 @@ class StalenessRule:
         return (self.max_age + 1) * self.groups_per_step
 
     def deadline(self, group: Aged) -> int:
-        """Return the last version that may train a group."""
+        """Return the last version at which a group may train."""
         return group.version + self.max_age
 
     def is_feasible(self, groups: Sequence[Aged], version: int) -> bool:
-        """Return True if every deadline can be kept from `version` on, see the head of this file."""
+        """Return True if every deadline can be kept from `version` on: (feasible) in the module's docstring."""
         counts = Counter(map(self.deadline, groups))
         deadlines = sorted(counts)
         counts_so_far = accumulate(counts[deadline] for deadline in deadlines)
@@ -82,17 +83,17 @@ class StalenessRule:
     def choose(
         self, groups: Sequence[Group], complete: Callable[[Group], bool], version: int, places: int
     ) -> list[Group]:
-        """Return the groups for the `places` left in the step at `version`, as far as complete ones may take them.
+        """Return complete groups for the `places` left in the step at `version`: fewer if others must be waited for.
 
-        groups: all that are not in a step yet, in the order of their places.
+        groups: all groups that no step has taken yet, in the order of their places.
         """
         order = sorted(groups, key=lambda group: group.finished) if self.policy == "ready_first" else groups
-        # Complete groups with their ranks in the order, by deadline; the first of the order is last in its list.
+        # deadline -> (rank in `order`, group) of the complete groups, lowest rank last: `pop` takes the next group.
         complete_groups: dict[int, list[tuple[int, Group]]] = {}
         for rank, group in reversed([*enumerate(order)]):
             if complete(group):
                 complete_groups.setdefault(self.deadline(group), []).append((rank, group))
-        # Groups that are not chosen yet, by deadline.
+        # deadline -> number of groups that are not chosen yet.
         counts = Counter(map(self.deadline, groups))
         chosen: list[Group] = []
         chosen_places: set[int] = set()
@@ -121,18 +122,18 @@ class StalenessRule:
 
     @property
     def _window(self) -> float:
-        """Number of places from the oldest group on that may train."""
+        """Number of consecutive places, counted from the oldest group's place, whose groups may train."""
         if self.policy == "ready_first":
             return inf
         if self.policy == "in_order":
             return 1
-        # A step's worth must fit into the window, or nothing could be trained while the oldest is being sampled.
+        # `groups_per_step` must fit into the window, or no step could fill up while the oldest group is sampled.
         return self.groups_per_step + ceil(self.window_fraction * self.capacity)
 
     def _find_latest_deadline(self, counts: Mapping[int, int], version: int, places: int) -> int | None:
-        """Return the latest deadline of the next group with which all deadlines can be kept; None for any.
+        """Return the latest deadline of the next group with which all others can be kept; None: any deadline.
 
-        counts: groups that are not chosen yet, by deadline.
+        counts: deadline -> number of groups that are not chosen yet.
         """
         due = 0
         for deadline in sorted(counts):

@@ -9,24 +9,24 @@ from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 
 # Most turns of an engine, waiting ones included, over the number decoded at a time.
 _TURNS_PER_PLACE = 2
-# Heaps are rebuilt when fewer than one entry in this many is of use.
+# A heap is rebuilt when fewer than one in this many of its entries is up to date.
 _STALE_ENTRIES = 4
 
 
 class LeastLoaded:
-    """Engines with room for rollouts, by load.
+    """Engines with room for rollouts, ordered by load: the most tokens that their turns may still have.
 
-    A heap whose entries may be out of date: an engine is added again when its load changes.
+    A heap with outdated entries: when an engine's load changes, a new entry is pushed and the old one stays.
     """
 
     def __init__(self) -> None:
-        # (load, slot, one number an engine, engine).
+        # (load, slot, id(engine), engine). The ids are unique, so that the heap never compares two engines.
         self._heap: list[tuple[int, int, int, EngineQueue]] = []
-        # Load of each engine that takes rollouts.
+        # Current load of each engine that takes rollouts.
         self._loads: dict[EngineQueue, int] = {}
 
     def note(self, queue: EngineQueue, takes: bool) -> None:
-        """Note an engine's load, and if it takes rollouts."""
+        """Note an engine's load. takes: True if the engine takes further rollouts."""
         if not takes:
             self._loads.pop(queue, None)
         elif self._loads.get(queue) != queue.load:
@@ -37,35 +37,39 @@ class LeastLoaded:
                 heapq.heapify(self._heap)
 
     def least(self) -> EngineQueue | None:
-        """Return the engine with the fewest tokens ahead; None if none takes rollouts."""
+        """Return the engine with the lowest load; None if no engine takes rollouts."""
         while self._heap and self._loads.get(self._heap[0][3]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][3] if self._heap else None
 
 
 class TurnPlacement:
-    """PENDING turns, and the choice of the engine for each.
+    """PENDING turns, and the choice of an engine for each turn.
 
-    at_a_time: turns that an engine decodes. together: a step is waited for as a whole.
+    at_a_time: number of turns that an engine decodes at a time. together: True if all submitted turns are waited for
+    as a whole, as in a synchronous step.
     """
 
     def __init__(self, at_a_time: int, *, together: bool) -> None:
         self._at_a_time = at_a_time
         self._together = together
-        # True while nothing may begin.
+        # True while no turn may begin.
         self.is_paused = False
-        # Batches of turns, in the order in which the three lines begin: of lost engines, of validation, of training.
+        # Batches of turns that wait for any engine. `_restarted` (turns of lost engines) begins first, then `_urgent`
+        # (turns with `ahead`, as of a validation), then `_ordinary`.
         self._restarted: deque[list[SubmittedTurn]] = deque()
         self._urgent: deque[list[SubmittedTurn]] = deque()
         self._ordinary: deque[list[SubmittedTurn]] = deque()
-        # Engine that sampled a rollout's last turn, where turns may follow.
+        # Rollout with possible further turns -> engine that sampled its last turn.
         self._homes: dict[RolloutId, EngineQueue] = {}
-        # Engines that take rollouts of one turn, and of several.
-        self._free = {False: LeastLoaded(), True: LeastLoaded()}
+        # Engines that take rollouts of one turn, and engines with room for rollouts of several turns.
+        self._single_turn_engines = LeastLoaded()
+        self._episode_engines = LeastLoaded()
 
     def add(self, turns: Sequence[SubmittedTurn]) -> None:
-        """Begin turns as engines have room: later ones before all others, on the engine of the turn before."""
-        # Ordered: an engine each, whose later turns came.
+        """Begin turns as engines have room. A rollout's later turn goes before all others, to the engine that sampled
+        the turn before."""
+        # Engines that got a later turn, in order. A dict keeps the order, and each engine once.
         homes: dict[EngineQueue, None] = {}
         for batch in batch_turns(turns):
             first_id = batch[0].request.id
@@ -89,7 +93,7 @@ class TurnPlacement:
         self.hand_out()
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
-        """Learn that no turn of these rollouts follows: their engines may begin others."""
+        """Note that these rollouts have no further turns: their engines may begin other rollouts."""
         for rollout in rollouts:
             if home := self._homes.pop(rollout, None):
                 home.episodes.discard(rollout)
@@ -97,7 +101,7 @@ class TurnPlacement:
         self.hand_out()
 
     def note_change(self, queue: EngineQueue) -> None:
-        """Begin turns after an engine's turns have changed, or it was opened or lost."""
+        """Begin turns after an engine was opened or lost, or after its turns have changed."""
         if queue.lost:
             self._restarted.extend(queue.waiting)
             queue.waiting.clear()
@@ -113,11 +117,11 @@ class TurnPlacement:
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Begin batches, each on the engine with the lowest load."""
+        """Begin batches of turns. Each batch goes to the engine with the lowest load."""
         for line in (self._restarted, self._urgent, self._ordinary):
             while line and not self.is_paused:
                 batch = [turn for turn in line[0] if not turn.answer.done()]
-                queue = self._free[batch[0].turns_follow].least() if batch else None
+                queue = self._choose_engine(batch[0]) if batch else None
                 if batch and queue is None:
                     return
                 line.popleft()
@@ -125,15 +129,20 @@ class TurnPlacement:
                     self._begin_batch(queue, batch)
 
     def count_pending(self, queues: Sequence[EngineQueue]) -> int:
-        """Return the number of turns that have no engine. queues: all engines."""
+        """Return the number of PENDING turns. queues: all engines."""
         count = 0
         for line in (self._restarted, self._urgent, self._ordinary, *(queue.waiting for queue in queues)):
             for batch in line:
                 count += sum(not turn.answer.done() for turn in batch)
         return count
 
+    def _choose_engine(self, turn: SubmittedTurn) -> EngineQueue | None:
+        """Return the engine with the lowest load that takes the turn's rollout; None if none has room."""
+        engines = self._episode_engines if turn.turns_follow else self._single_turn_engines
+        return engines.least()
+
     def _begin_waiting(self, queue: EngineQueue) -> None:
-        """Begin later turns of an engine that wait here, while it takes turns."""
+        """Begin the later turns that wait for this engine, while the engine has room for turns."""
         while queue.waiting and not self.is_paused and len(queue.turns) < _TURNS_PER_PLACE * self._at_a_time:
             batch = [turn for turn in queue.waiting.popleft() if not turn.answer.done()]
             if batch:
@@ -153,21 +162,21 @@ class TurnPlacement:
         self._note_room(queue)
 
     def _note_room(self, queue: EngineQueue) -> None:
-        """Note if an engine takes rollouts, see the head of dispatcher.py."""
+        """Note whether an engine takes rollouts. The docstring of dispatcher.py explains the limits."""
         is_live = queue.lost is None
         num_turns = len(queue.turns)
         max_turns = _TURNS_PER_PLACE * self._at_a_time
-        # It takes rollouts of one turn.
         takes_single = is_live and num_turns < self._at_a_time
         takes_episodes = takes_single
         if self._together and is_live and num_turns < max_turns:
             takes_episodes |= len(queue.episodes) < min(max_turns, queue.stats.holds)
-        self._free[False].note(queue, takes_single)
-        self._free[True].note(queue, takes_episodes)
+        self._single_turn_engines.note(queue, takes_single)
+        self._episode_engines.note(queue, takes_episodes)
 
 
 def batch_turns(turns: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
-    """Return the batches that are handed out: first turns of a group in a row, and turns of one rollout in a row."""
+    """Split turns into batches, each for one engine: consecutive first turns of one group, or consecutive turns of one
+    rollout."""
     batches: list[list[SubmittedTurn]] = []
     previous: RequestId | None = None
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Rollouts and groups: sampled tokens, exactly, and scores (contract 4).
+"""Rollouts and groups: the exact tokens that were sampled, and their scores (contract 4).
 
 Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
 """
@@ -18,22 +18,23 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.conversation import TrajectoryRow
 
 Decode = Callable[[list[list[int]]], list[str]]
-# Why an episode ended: the environment said so; the policy called no tool; a budget was used up; it failed too often.
+# Reason why an episode ended. done: the environment ended it. answered: the policy called no tool. max_turns,
+# max_length, time: this budget was used up. failed: the environment failed too often.
 Ending = Literal["done", "answered", "max_turns", "max_length", "time", "failed"]
-# Endings at a budget: the episode might have gone on.
+# Endings at a budget. The episode might have continued.
 CUT: tuple[Ending, ...] = ("max_turns", "max_length", "time")
 
 
 @dataclass(frozen=True)
 class RolloutStart:
-    """One rollout to begin."""
+    """Specification of one rollout: all that a player needs to begin it."""
 
     id: RolloutId
     task: Task
-    # Tokens of one turn.
+    # Most tokens sampled in one turn.
     max_new_tokens: int
     temperature: float
-    # Seed of the first turn; that of a further one follows from it.
+    # Seed of the rollout; `turn_seed` derives each turn's seed from it.
     seed: int
     # Seed of the environment, equal for the rollouts of a group.
     group_seed: int
@@ -41,19 +42,19 @@ class RolloutStart:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings with which the groups of one purpose are sampled."""
+    """Sampling settings of one purpose, such as training or validation."""
 
     purpose: Purpose
     run_seed: int
-    # Groups of a step, or of a validation.
+    # Number of groups in a step, or in a validation.
     groups_per_step: int
-    # Rollouts of a group.
+    # Number of rollouts in a group.
     num_rollouts: int
     max_new_tokens: int
     temperature: float
 
     def starts(self, task: Task, group: int, attempt: int = 0) -> list[RolloutStart]:
-        """Return the rollouts of a group, to begin."""
+        """Return the specifications of a group's rollouts."""
         ids = [RolloutId(self.purpose, task.id, group, index, attempt) for index in range(self.num_rollouts)]
         group_seed = self._environment_seed(ids[0])
         return [
@@ -69,7 +70,7 @@ class Sampling:
         ]
 
     def _environment_seed(self, first: RolloutId) -> int:
-        """Return the seed of a group's environments; that of a held-out task is the same in every validation.
+        """Return the seed of a group's environments. A held-out task has the same seed in every validation.
 
         first: the group's first rollout.
         """
@@ -79,36 +80,37 @@ class Sampling:
 
 @dataclass(frozen=True)
 class PlayedEpisode:
-    """Course of a rollout that an environment played. Plain values, for checkpoints and records."""
+    """Record of an episode: its conversation, its ending and its counts. Plain values, for checkpoints and records."""
 
-    # The conversation, as a person reads it; the first `opening` messages are the first prompt.
+    # The conversation as text. Its first `opening` messages are the first prompt.
     messages: list[Message]
     opening: int
     ending: Ending
     turns: int
-    # Value that the environment gave; None if it gives none, or if the episode failed.
+    # Reward from the environment; None if it gives none, or if the episode failed.
     reward: Reward | None
     # Last failure of the environment; None if the episode did not fail in the end.
     failure: str | None
-    # Tries that failed.
+    # Number of tries that failed.
     failures: int
-    # All tries: the environment's seconds, calls, and failed calls (malformed, or the tool raised).
+    # Sums over all tries: seconds spent waiting for the environment, tool calls, and failed tool calls (malformed, or
+    # the tool raised).
     environment_s: float
     tool_calls: int
     tool_errors: int
-    # Calls among the latter in which the tool's own code raised.
+    # Failed tool calls in which the tool's own code raised.
     tool_raised: int = 0
-    # Control tokens spelled by rows, environment or tools, and encoded as text.
+    # Number of control tokens (such as <|im_end|>) that rows, environment or tools wrote out; encoded as plain text.
     spelled: int = 0
-    # Malformed calls among the failed ones, text in the shape of a call included.
+    # Number of malformed tool calls among the failed ones, including text that only looks like a call.
     malformed_calls: int = 0
     # Seconds of an agent's longest wait for a turn.
     longest_turn_s: float = 0.0
-    # Counts of an agent's session by name, as `coalesced`; metrics have them below `agent/`.
+    # Counts of an agent's session by name, such as `coalesced`; logged as metrics `agent/NAME`.
     counts: Mapping[str, float] | None = None
-    # Why an agent's requests continued no turn -> how often.
+    # Reason why a request of an agent continued no earlier turn -> number of such requests.
     rewritten: Mapping[str, int] | None = None
-    # Messages that the chat template left out, so that the policy did not see them.
+    # Number of messages that the chat template left out: the policy did not see these messages.
     unwritten: int = 0
 
 
@@ -116,13 +118,13 @@ class PlayedEpisode:
 class Rollout:
     """One attempt at a task: its rows for training, and its score.
 
-    Arrays of T tokens are of all rows, one row after the other.
+    The properties with T tokens concatenate the columns of all rows.
     """
 
     id: RolloutId
-    # One, unless history was rewritten on the way; none if the episode failed.
+    # One row, or several if the history was rewritten on the way; empty if the episode failed.
     rows: Sequence[TrajectoryRow]
-    # Ending of the last turn.
+    # Reason why the last turn ended.
     finish: Finish
     score: Score | None = None
     # None for a rollout of one prompt and one answer.
@@ -154,7 +156,7 @@ class Rollout:
 
     @property
     def is_cut(self) -> bool:
-        """True if it ended at a budget: of its last turn's tokens, or of the episode."""
+        """True if the rollout ended at a budget: of its last turn's tokens, or of the episode."""
         return self.finish == "length" or (self.episode is not None and self.episode.ending in CUT)
 
     @property
@@ -179,17 +181,17 @@ class Rollout:
 
     @property
     def sampled_tokens(self) -> NDArray[np.int32]:
-        """Tokens that the policy sampled, of all turns."""
+        """Sampled tokens of all turns, int32."""
         return self.tokens[self.sampled]
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
-        """Weight versions of the sampled tokens."""
+        """Weight versions of the sampled tokens, int32."""
         return self.versions[self.sampled]
 
     @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows. Cached for the buffer."""
+        """Number of tokens of all rows. Cached, because the buffer reads it often."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
@@ -215,9 +217,9 @@ class RolloutGroup:
 class Waste:
     """Groups that were sampled and are not trained (dynamic sampling)."""
 
-    # Groups that teach nothing and were replaced, with the reason.
+    # Groups that teach nothing and were replaced, each with the reason.
     filtered: list[tuple[RolloutGroup, str]] = field(default_factory=list)
-    # Surplus groups of a synchronous step, and their sampled tokens.
+    # Number of groups that a synchronous step began and did not need, and of their sampled tokens.
     surplus: int = 0
     surplus_tokens: int = 0
 

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from rlctl.config.schema import RunSection
 
 Emit = Callable[..., None]
-# Longest wait of the training thread before it looks around.
+# Longest wait of the training thread before it checks for lost engines and long silences, seconds.
 TICK_S = 0.5
 
 
 class WaitDeadline:
-    """Deadline of a wait: a long silence is explained, a silence of `run.deadline_s` ends the run.
+    """Deadline of a wait: a silence of `run.explain_after_s` is explained, one of `run.deadline_s` ends the run.
 
-    now: seconds of a clock that only advances.
+    now: returns the seconds of a clock that only advances.
     """
 
     def __init__(self, now: Callable[[], float], run: RunSection, emit: Emit) -> None:
@@ -23,13 +23,14 @@ class WaitDeadline:
         self._last_explained = now()
 
     def note_progress(self) -> None:
-        """Note that something came."""
+        """Note that a rollout or a score arrived: the silence ends."""
         self._last_progress = self._now()
 
     def check(self, last_step: float, explain: Callable[[], str]) -> None:
-        """Explain a silence once, and again after as long. Raises RuntimeError at the deadline.
+        """Warn about a silence after each `run.explain_after_s`. Raises RuntimeError at the deadline.
 
-        last_step: when an engine last did something. An engine that samples long answers is not silent.
+        last_step: time at which an engine last did something. An engine that samples long answers is not silent.
+        explain: returns the cause of the wait.
         """
         now = self._now()
         silence = now - self._last_progress

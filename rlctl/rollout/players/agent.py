@@ -1,8 +1,8 @@
-"""Player of agents: a program that knows nothing of rlctl asks for turns by HTTP (contracts 4 and 11).
+"""Player of agents: programs that know nothing of rlctl and ask for turns by HTTP (contracts 4 and 11).
 
-The agent's process places each request in the tree of its session (environments/agents/). Here the tree has the exact
-tokens: a request names the turn that it continues, and brings the tokens behind it. A turn becomes a node once the
-agent got it, so that one that was lost on the way, or asked for twice, trains once or not at all.
+The agent's process places each request in the tree of its session (environments/agents/). This module keeps the same
+tree with exact tokens: a request names the turn that it continues, and brings the new tokens. A turn
+becomes a node once the agent has received it. So a lost answer does not train, and a repeated request trains once.
 """
 
 import asyncio
@@ -25,19 +25,19 @@ from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
 from rlctl.utils.devices import usable_cores
 
-# Mean rows of an episode, over at least this number of episodes, above which the cause is told.
+# Mean number of rows in an episode, and number of episodes it is taken over, from which on the user is warned.
 _MANY_ROWS = 1.5
 _MIN_EPISODES = 8
-# Limit of a run's names of counts, and of its causes of further rows: clients choose some names.
+# Most names of counts in a run, and most causes of further rows: agents could invent any number of names.
 _MAX_NAMES = 64
-# Name of the counts beyond the limit.
+# Name under which all counts beyond the limit are summed.
 _FURTHER_NAMES = "ignored/others"
 
 
 class AgentPlayer(Player):
     """Plays rollouts by runs of the pool's agent. Deadlines, retries, budgets and aborts are those of an episode.
 
-    must_value, vocabulary: as of `FunctionPlayer`. max_agents: number of agents that run at a time; further ones wait.
+    must_value, vocabulary: see `FunctionPlayer`. max_agents: most agents that run at a time; further ones wait.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class AgentPlayer(Player):
         self.vocabulary = vocabulary
         self.several_turns = limits.max_turns > 1
         self._room = asyncio.Semaphore(max_agents) if max_agents else None
-        # Episodes that have rows, and the number of their rows.
+        # Number of episodes that have rows, and number of their rows.
         self._num_episodes = 0
         self._num_rows = 0
         self._causes = Counter[str]()
@@ -74,7 +74,7 @@ class AgentPlayer(Player):
         return rollout
 
     async def _run_once(self, episode: EpisodeState, policy: Policy) -> Reward | None:
-        """Run the agent once. Its room is free again when its processes have ended, which may be after a failure."""
+        """Run the agent once. Its place is free again when its processes have ended, also after a failure."""
         room = self._room
         if room is None:
             return await AgentCall(self, episode, policy).play()
@@ -84,28 +84,28 @@ class AgentPlayer(Player):
         try:
             return await AgentCall(self, episode, policy).play()
         finally:
-            # The pool may end on another thread.
+            # The pool may call back on another thread.
             pool.close(episode.start.id).add_done_callback(lambda _: pool.events.call(room.release))
 
     def note_causes(self, rewritten: dict[str, int]) -> None:
-        """Count the causes for which requests of an agent continued no turn."""
+        """Count the reasons why requests of an agent continued no turn. rewritten: reason -> number of requests."""
         may_add = len(self._causes) < _MAX_NAMES
         for cause, count in rewritten.items():
             if may_add or cause in self._causes:
                 self._causes[cause] += count
 
     def merge_names(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """Return the counts by name. The first names of the run stay, all further ones are one name."""
+        """Return the counts by name. Counts of names beyond the run's first `_MAX_NAMES` are summed under one name."""
         merged = Counter[str]()
         for name, count in counts.items():
             if len(self._names) < _MAX_NAMES:
                 self._names.add(name)
-            # A name without a slash is rlctl's own.
+            # A name without a slash comes from rlctl, not from an agent.
             merged[name if name in self._names or "/" not in name else _FURTHER_NAMES] += count
         return dict(merged)
 
     def _note_rows(self, rollout: Rollout) -> None:
-        """Tell once that episodes train as several rows, with the most common cause."""
+        """Warn once if episodes train as several rows each. The warning names the most common cause."""
         if rollout.rows:
             self._num_episodes += 1
             self._num_rows += len(rollout.rows)
@@ -118,32 +118,32 @@ class AgentPlayer(Player):
 
 @dataclass(eq=False)
 class PendingTurn:
-    """One turn that an agent asked for, and did not get so far."""
+    """One turn that an agent asked for and has not received yet."""
 
     ask: AgentAsk
-    # The turn, or the budget that was used up; None while an engine samples.
+    # The turn, or the budget that was used up; None while an engine samples the turn.
     answer: Completion | Ending | None
     # Time of the request, by the event loop's clock.
     asked_at: float
 
 
 class AgentCall:
-    """One run of an agent, as the driver sees it."""
+    """One run of an agent, on the driver's side."""
 
     def __init__(self, player: AgentPlayer, episode: EpisodeState, policy: Policy) -> None:
         self._player = player
         self._episode = episode
         self._call = RunningCall[AgentMessage, PendingTurn](player.tries, episode, policy)
-        # By the number of the request: turns on their way to the agent, and nodes of delivered turns.
+        # By the request's number: turns that the agent has not received, and nodes of received turns.
         self._pending: dict[int, PendingTurn] = {}
         self._nodes: dict[int, int] = {}
-        # Numbers of requests whose answers are to be sent.
+        # Numbers of the requests whose answers must be sent next.
         self._ready: list[int] = []
 
     async def play(self) -> Reward | None:
-        """Run the agent; return its value. Raises DataError for a wrong one, EpisodeFailed if its process fails.
+        """Run the agent; return its reward. Raises DataError for a wrong reward, EpisodeFailed if its process fails.
 
-        No engine samples for the agent any more then: the same requests may be submitted again.
+        When this method ends, no engine samples for the agent: the same requests may be submitted again.
         """
         self._episode.ending = "done"
         self._episode.opening = 0
@@ -176,7 +176,7 @@ class AgentCall:
         self._ready.append(turn.ask.number)
 
     def _take_turns(self, lengths: list[tuple[int, int]]) -> None:
-        """Put the turns that the agent got into the tree. lengths: (number of the request, tokens to keep)."""
+        """Add the turns that the agent received to the tree. lengths: (request's number, number of tokens to keep)."""
         conversation = self._episode.conversation
         for number, length in lengths:
             turn = self._pending.pop(number, None)
@@ -220,7 +220,7 @@ class AgentCall:
         return self._nodes[ask.after]
 
     def _send_answers(self) -> None:
-        """Send the turns that are there, and listen: an agent may ask at any time."""
+        """Send the sampled turns, and wait for the agent's next message: it may ask for further turns at any time."""
         answers = [(number, _agent_answer(self._pending[number])) for number in self._ready]
         self._ready = []
         if answers or not self._call.has_action:
@@ -229,7 +229,7 @@ class AgentCall:
             self._call.act(pool.resume_agent(self._episode.start.id, answers, waits=waits), waits=not waits)
 
     def _take_counts(self, message: AgentEnded) -> None:
-        """Take the counts of the agent's session into the episode."""
+        """Add the counts of the agent's session to the episode."""
         episode = self._episode
         counts = self._player.merge_names(message.counts)
         episode.tool_calls += int(counts.pop("tool_calls", 0))
@@ -243,7 +243,7 @@ class AgentCall:
         self._player.note_causes(episode.rewritten)
 
     def _checked_reward(self, message: AgentEnded) -> Reward | None:
-        """Return the value that the agent gave its rollout."""
+        """Return the reward that the agent gave its rollout. Raises DataError if it may not be None and is."""
         episode = self._episode
         if not episode.conversation.turns:
             if episode.ending != "done":
@@ -259,7 +259,7 @@ class AgentCall:
         return message.reward
 
 
-# By the beginning of a count's name, the fate of a request's parameter.
+# First part of a count's name -> what happens to this parameter of a request.
 _PARAMETER_FATES = {
     "overridden": "is not used: the run decides how the policy samples",
     "unenforced": "is not enforced: another distribution would be sampled",
@@ -268,7 +268,7 @@ _PARAMETER_FATES = {
 
 
 def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> list[str]:
-    """Return lines for a person on requests that were not honoured, or continued no turn."""
+    """Return one line for the user on each kind of request that was not followed, or continued no turn."""
     lines = []
     for name, count in counts.items():
         fate, _, parameter = name.partition("/")
@@ -285,14 +285,14 @@ def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> li
 
 
 def most_agents(section: AgentSection) -> int | None:
-    """Return the agents that run at one time; None for any number, since a function needs no process."""
+    """Return how many agents may run at a time; None: any number, since an agent function needs no process."""
     if section.command is None:
         return None
     return 8 * usable_cores() if section.max_processes == "auto" else section.max_processes
 
 
 def _agent_answer(turn: PendingTurn) -> AgentAnswer:
-    """Return the answer to a request as the agent's process takes it."""
+    """Return a turn's answer in the form that the agent's process expects."""
     answer = turn.answer
     assert answer is not None
     if isinstance(answer, Completion):

@@ -25,29 +25,29 @@ from rlctl.rollout.runner import Engines, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.rollout.wait_deadline import TICK_S
 
-# Turns in which the policy has to answer: all but the last may call tools.
+# Most turns until the policy must have answered. All but the last may call tools.
 MAX_CALLS = 16
 
 
 class TalkError(RuntimeError):
-    """An answer that cannot be given; one line for the person. Earlier turns stay."""
+    """An answer that cannot be given. The message is one line for the person; earlier turns of the talk stay."""
 
 
 @dataclass(frozen=True)
 class TalkTools:
-    """Tools of one environment, whose instance lasts as long as the talk."""
+    """Tools of one environment. Its instance lasts as long as the talk."""
 
     pool: EnvironmentPool
     contract: EnvironmentContract
-    # Format of `tool_formats.PARSERS` in which the model calls.
+    # Format in which the model calls tools: a key of `tool_formats.PARSERS`.
     format: str
 
 
 @dataclass(frozen=True)
 class TalkLimits:
-    """Bounds and sampling of a talk."""
+    """Budgets and sampling settings of a talk."""
 
-    # Tokens of one turn, and of the whole conversation.
+    # Most tokens of one turn, and of the whole conversation.
     max_new_tokens: int
     max_length: int
     # 0 is greedy.
@@ -56,14 +56,14 @@ class TalkLimits:
 
 
 def talk_id(number: int) -> RolloutId:
-    """Return the identity of a talk and of its environment's instance. number: counts the talks of a process."""
+    """Return the id of a talk, also used for its environment's instance. number: unique in the process."""
     return RolloutId("validation", "talk", number, 0)
 
 
 class ChatPlayer(Player):
     """Plays the answers of one conversation. The text of a start's task is the person's message.
 
-    opening: messages that it begins with. tell: takes each message of the policy and of a tool as it comes.
+    opening: messages that the conversation begins with. tell: called with each message of the policy and of a tool.
     """
 
     several_turns = True
@@ -87,7 +87,7 @@ class ChatPlayer(Player):
 
     @property
     def length(self) -> int:
-        """Tokens of the conversation so far."""
+        """Number of tokens in the conversation so far."""
         return len(self._conversation.tokens(self._leaf)) if self._leaf >= 0 else 0
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
@@ -135,9 +135,9 @@ class TalkEngines(Engines, Protocol):
 
 
 class Talk:
-    """One conversation. Methods are called from one thread.
+    """One conversation with a person. All methods must be called from one thread.
 
-    opening: messages that it begins with.
+    opening: messages that the conversation begins with.
     """
 
     def __init__(
@@ -152,21 +152,22 @@ class Talk:
         self._engines = engines
         self._limits = limits
         self._id = identity
-        # Messages, and the rollout that ends an answer.
+        # Messages of the answer as they come; the rollout comes last.
         self._news: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
-        # The queue is looked up at each message: `say` replaces it.
+        # A lambda, so that `self._news` is read at each message: `say` may replace it.
         self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._news.put(message))
         self._runner = RolloutRunner(self._player, engines)
 
     @property
     def length(self) -> int:
-        """Tokens of the conversation so far."""
+        """Number of tokens in the conversation so far."""
         return self._player.length
 
     def say(self, text: str) -> Iterator[Message]:
-        """Say something, and yield the answers of the policy and its tools, message by message.
+        """Send the person's message; yield the messages of the policy and its tools as they come.
 
-        Raises TalkError; KeyboardInterrupt stops the turn in flight. Either removes the person's last message.
+        Raises TalkError if there is no answer. KeyboardInterrupt stops the turn in flight. Both remove the person's
+        last message from the conversation.
         """
         start = RolloutStart(
             id=self._id,

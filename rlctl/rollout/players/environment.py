@@ -20,7 +20,7 @@ from rlctl.rollout.types import Rollout, RolloutStart
 
 
 class EnvironmentPlayer(Player):
-    """Plays episodes with a pool of environments. contracts: by the key of a row's environment."""
+    """Plays episodes with a pool of environments. contracts: environment's key in the pool -> its contract."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class EnvironmentPlayer(Player):
         return await self._tries.play(start, partial(self._play_try, policy))
 
     async def _play_try(self, policy: Policy, episode: EpisodeState) -> Reward | None:
-        """Play one try; return the environment's value, None if it gives none."""
+        """Play one try of an episode; return the environment's reward, None if it gives none."""
         ask = self._tries.ask
         rollout_id = episode.start.id
         row = episode.start.task.row
         observation = await ask(episode, self._pool.reset(rollout_id, row, episode.start.group_seed))
-        # A row that names no environment fails in its reset.
+        # The key exists: a row that names no known environment has failed in `reset` already.
         contract = self._contracts[self._pool.key_of(row)]
         try:
             messages = opening_messages(episode.start.task.messages, observation)

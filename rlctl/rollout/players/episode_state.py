@@ -16,52 +16,52 @@ class EpisodeLimits:
     """Budgets of one episode."""
 
     max_turns: int
-    # Tokens of a whole conversation.
+    # Most tokens of a whole conversation.
     max_length: int
-    # Seconds from the reset on.
+    # Most seconds of a try, from its begin.
     timeout_s: float
-    # Further tries of an episode after a failure.
+    # Number of further tries of an episode after failures.
     max_retries: int
-    # keep: earlier turns stay as they were sampled. strip: they are written as the template writes them, which begins a
-    # new row where the two differ.
+    # keep: earlier turns stay as they were sampled. strip: earlier turns are rendered by the chat template; where its
+    # tokens differ from the sampled ones, a new training row begins.
     history: Literal["keep", "strip"]
-    # Most tokens of all rows of an episode that trains, since a micro-batch must hold them; None: no bound.
+    # Most tokens of all rows of a training episode, since one micro-batch must hold them; None: no bound.
     max_trained: int | None = None
 
 
 @dataclass(eq=False)
 class EpisodeState:
-    """One rollout, as its player knows it."""
+    """State of one rollout that an environment, a function or an agent plays."""
 
     start: RolloutStart
     limits: EpisodeLimits
     conversation: Conversation = field(default_factory=Conversation)
-    # Node that the next turn follows; -1 before the first prompt.
+    # Index of the node that the next turn follows; -1 before the first prompt.
     leaf: int = -1
-    # Messages since the last turn, which are no tokens yet.
+    # Messages since the last turn, not tokenized yet.
     added: list[Message] = field(default_factory=list)
-    # Number of the messages of the first prompt.
+    # Number of messages in the first prompt.
     opening: int = 0
     ending: Ending = "failed"
-    # When this try began, by the event loop's clock.
+    # Time at which this try began, by the event loop's clock.
     began: float = 0.0
-    # Counts of all tries.
+    # The fields from here on are sums over all tries. `PlayedEpisode` documents each.
     failures: int = 0
     environment_s: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
     tool_raised: int = 0
     malformed_calls: int = 0
-    # Control tokens that were spelled to the policy, and encoded as text.
+    # Number of control tokens that messages to the policy wrote out; encoded as plain text.
     spelled: int = 0
-    # Messages that the chat template left out.
+    # Number of messages that the chat template left out.
     unwritten: int = 0
     # Seconds of an agent's longest wait for a turn, in any try.
     longest_turn_s: float = 0.0
 
     # Counts of an agent's session by name; None: no agent plays.
     counts: dict[str, float] | None = None
-    # Why its requests continued no turn -> how often.
+    # Reason why a request of the agent continued no earlier turn -> number of such requests.
     rewritten: dict[str, int] = field(default_factory=dict)
 
     def begin(self, now: float) -> None:
@@ -74,11 +74,11 @@ class EpisodeState:
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said, in order."""
+        """Messages of the conversation, in order, including those not tokenized yet."""
         return [*self.conversation.messages, *self.added]
 
     def used_up(self, turn: int, length: int, now: float) -> Ending | None:
-        """Return the budget that allows no turn of this number after `length` tokens, as an ending."""
+        """Return the budget that forbids turn number `turn` after `length` tokens, as an ending; None if none does."""
         if turn >= self.limits.max_turns:
             return "max_turns"
         if length >= self.limits.max_length or self.start.max_new_tokens < 1:
@@ -97,7 +97,7 @@ class EpisodeState:
         self.malformed_calls += sum(isinstance(call, MalformedCall) for call in calls)
 
     def rollout(self, reward: Reward | None, failure: EnvironmentFailure | None) -> Rollout:
-        """Return the rollout that has ended; without rows if it failed. Raises nothing."""
+        """Return the ended episode as a rollout; without rows if it failed. Raises nothing."""
         conversation = self.conversation
         episode = PlayedEpisode(
             messages=self.messages,

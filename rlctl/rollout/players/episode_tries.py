@@ -1,6 +1,7 @@
-"""Tries of an episode with the pool of environments: its actions are awaited, its failures are values (contract 11).
+"""Tries of an episode: awaits the actions of its environment, and repeats the episode after a failure (contract 11).
 
-A failure of the environment is no reward: the episode is played again from its task with the same seeds, or given up.
+A failure of the environment is not turned into a reward: the episode is played again from its task with the same seeds,
+or given up.
 """
 
 import asyncio
@@ -30,17 +31,18 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeTries:
-    """Plays episodes of one pool within budgets, each again after a failure while tries are left."""
+    """Plays episodes with the environments of one pool, within budgets. Repeats an episode that failed while tries are
+    left."""
 
     def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
         self.pool = pool
         self.limits = limits
         self.last_step = 0.0
-        # Time of each action without an answer, by episode.
+        # Episode that waits for its environment -> begin of the wait.
         self._waits_since: dict[RolloutId, float] = {}
 
     async def play(self, start: RolloutStart, attempt: Callable[[EpisodeState], Awaitable[Reward | None]]) -> Rollout:
-        """Play an episode, again after a failure while tries are left; return it. attempt: one try from the task."""
+        """Play an episode until a try succeeds or none is left; return its rollout. attempt: plays one try."""
         episode = EpisodeState(start, self.limits)
         try:
             while True:
@@ -52,21 +54,21 @@ class EpisodeTries:
                     if episode.failures > self.limits.max_retries or error.failure == POOL_CLOSED:
                         return episode.rollout(None, error.failure)
                 except DataError as error:
-                    # No row or template gets better: another try would fail too.
+                    # The row or the template is wrong: another try would fail too.
                     failure = EnvironmentFailure("contract", str(error))
                     self.pool.failures.add("rollout", failure, fate=_EPISODE_LEFT_OUT)
                     return episode.rollout(None, failure)
         finally:
             self._waits_since.pop(start.id, None)
-            # Without effect where a failure ended the episode.
+            # No effect if a failure has already ended the episode in the pool.
             self.pool.close(start.id)
 
     async def ask(
         self, episode: EpisodeState, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True
     ) -> Value:
-        """Wait for an action's outcome. A cancelled wait leaves the action to its end. Raises EpisodeFailed.
+        """Return an action's outcome. A cancelled wait does not stop the action. Raises EpisodeFailed if it failed.
 
-        waits: the episode waits for nothing else, so that the time is the environment's.
+        waits: True if the episode waits for nothing else, so that the seconds count as the environment's.
         """
         begin = _now()
         if waits:
@@ -82,7 +84,7 @@ class EpisodeTries:
         return answer
 
     def describe(self) -> str:
-        """Return how many episodes wait for their environment, and since when; empty if none does."""
+        """Return a text on how many episodes wait for their environment, and how long; empty if none does."""
         begin_times = list(self._waits_since.values())
         if not begin_times:
             return ""
@@ -90,7 +92,7 @@ class EpisodeTries:
         return f"; {len(begin_times)} episodes wait for their environment, the longest for {longest_s:.0f} s"
 
     def note_spelled(self, episode: EpisodeState, spelled: list[str]) -> None:
-        """Count control tokens that were spelled to the policy; the first of an environment is told."""
+        """Count control tokens that messages to the policy wrote out. Warn once for each environment."""
         episode.spelled += len(spelled)
         if spelled:
             cause = f"spells {spelled[0]}, which is encoded as text and not as that control token"
@@ -98,7 +100,7 @@ class EpisodeTries:
             self.pool.failures.note(self.pool.key_of(episode.start.task.row), f"{cause}; {remedy}")
 
     def note_unwritten(self, episode: EpisodeState, count: int) -> None:
-        """Count messages that the chat template leaves out; the first of an environment or agent is told."""
+        """Count messages that the chat template leaves out. Warn once for each environment or agent."""
         episode.unwritten += count
         if count:
             key = self.pool.key_of(episode.start.task.row)
@@ -106,7 +108,7 @@ class EpisodeTries:
             self.pool.failures.note(f"{key}'s messages", f"{text}; counted in environment/unwritten_messages")
 
     def _refuse_too_long(self, episode: EpisodeState, rollout: Rollout) -> Rollout:
-        """Replace a rollout that no micro-batch holds by a failed one, and tell the first; leave any other."""
+        """Return a failed rollout in place of one that no micro-batch can hold, and warn once; return others as is."""
         limit = self.limits.max_trained
         num_rows = len(rollout.rows)
         if limit is None or num_rows < 2 or rollout.num_tokens <= limit or rollout.id.purpose != "train":

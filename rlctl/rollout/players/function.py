@@ -1,11 +1,11 @@
-"""Player of rollout functions: the user's coroutine decides each prompt, token by token (contracts 4 and 11).
+"""Player of rollout functions: the user's coroutine gives the exact tokens of each prompt (contracts 4 and 11).
 
-Sampled tokens are nodes of a tree that only grows. A prompt that begins with a path of the tree continues it: one row
-trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later prompts contain
-it.
+Sampled turns are nodes of an append-only tree. A prompt that begins with the tokens of a path continues the path, and
+one row trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later prompts
+contain it.
 
-Samples that a function begins together are sampled together. Turn numbers, seeds, answers and nodes follow the order in
-which the function asked. No engine's speed changes it.
+Samples that a function begins together are sampled together. Turn numbers, seeds, answers and nodes follow the order of
+the function's requests, whatever the speed of the engines.
 """
 
 import asyncio
@@ -28,8 +28,9 @@ from rlctl.rollout.types import Ending, Rollout, RolloutStart
 class FunctionPlayer(Player):
     """Plays rollouts by calls of the pool's rollout function, see environments/rollout_function.py.
 
-    Deadlines, retries, budgets and aborts are those of an episode. must_value: the function must return a value, since
-    no reward gives one. vocabulary: ids of the model, some of which a tokenizer may not have; it samples these too.
+    Deadlines, retries, budgets and aborts are those of an episode. must_value: the function must return a reward, since
+    the config has none. vocabulary: number of the model's token ids. The tokenizer may have fewer; the model samples
+    the others too.
     """
 
     def __init__(
@@ -62,27 +63,28 @@ class FunctionSample:
     """One sample that a function asked for."""
 
     prompt: list[int]
-    # The turn, or the budget that was used up; None while an engine samples.
+    # The turn, or the budget that was used up; None while an engine samples the turn.
     answer: Completion | Ending | None
 
 
 class FunctionCall:
-    """One call of a function, as the driver sees it."""
+    """One call of a function, on the driver's side."""
 
     def __init__(self, player: FunctionPlayer, episode: EpisodeState, policy: Policy) -> None:
         self._player = player
         self._episode = episode
         self._call = RunningCall[FunctionMessage, FunctionSample](player.tries, episode, policy)
-        # Samples not taken yet, in the order of the requests, and the number of answers sent.
+        # Samples that the function has not taken yet, in the order of its requests; number of sent ones.
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
-        # True once several samples were in flight at a time.
+        # True once several samples were in flight at the same time.
         self._side_by_side = False
 
     async def play(self) -> Reward | None:
-        """Call the function; return its value. Raises DataError for a wrong one, EpisodeFailed if its process fails.
+        """Call the function; return its reward. Raises DataError for a wrong reward, EpisodeFailed if its process
+        fails.
 
-        No engine samples for the call any more then: the same requests may be submitted again.
+        When this method ends, no engine samples for the call: the same requests may be submitted again.
         """
         self._episode.ending = "done"
         self._episode.opening = 0
@@ -108,7 +110,7 @@ class FunctionCall:
         self._call.act(self._player.tries.pool.begin(start.id, fields, start.group_seed), waits=True)
 
     def _take_answers(self, count: int) -> None:
-        """Put the samples whose answers the function took into the tree."""
+        """Add the next `count` samples to the tree: the function has taken their answers."""
         if not 0 <= count <= self._sent:
             raise DataError(f"the rollout function took {count} answers of {self._sent}")
         self._sent -= count
@@ -116,7 +118,7 @@ class FunctionCall:
             self._attach(self._samples.popleft())
 
     def _checked_reward(self, reward: Reward | None) -> Reward | None:
-        """Return the value that the function returned."""
+        """Return the reward that the function returned. Raises DataError if it may not be None and is."""
         if not self._episode.conversation.turns:
             raise DataError("the rollout function returned without a sample")
         if reward is None and self._player.must_value:
@@ -124,7 +126,7 @@ class FunctionCall:
         return reward
 
     def _sample_prompts(self, message: FunctionWaits) -> None:
-        """Sample after the function's prompts, within the budgets."""
+        """Sample a turn after each of the function's prompts, within the budgets."""
         episode = self._episode
         vocabulary = self._player.vocabulary
         if message.asks_again:
@@ -149,13 +151,13 @@ class FunctionCall:
             answers.append(_function_answer(sample.answer))
         self._sent += len(answers)
         waits = self._sent < len(self._samples)
-        # A function of several branches may ask at any time, one of a single branch asks when it has its answer.
+        # A function with several branches may ask at any time; one with a single branch asks only after its answer.
         if answers or (not self._call.has_action and (self._side_by_side or not waits)):
             pool = self._player.tries.pool
             self._call.act(pool.resume(self._episode.start.id, answers, waits=waits), waits=not waits)
 
     def _attach(self, sample: FunctionSample) -> None:
-        """Put a sample that the function took into the tree: below the longest path that its prompt begins with."""
+        """Add a sample to the tree, below the longest path whose tokens its prompt begins with."""
         episode = self._episode
         conversation = episode.conversation
         answer = sample.answer
@@ -174,7 +176,7 @@ class FunctionCall:
 
 
 def _function_answer(answer: Completion | Ending) -> Sampled | None:
-    """Return an answer as the function's process takes it; None where a budget is used up."""
+    """Return an answer in the form that the function's process expects; None if a budget is used up."""
     if isinstance(answer, Completion):
         return Sampled(answer.tokens.tolist(), answer.log_probs.tolist(), answer.versions.tolist())
     return None

@@ -1,4 +1,4 @@
-"""A running call of a rollout function or an agent: actions that wait for its process, turns that engines sample."""
+"""A running call of a rollout function or an agent: its actions in the user's process, and its turns on engines."""
 
 import asyncio
 from collections import deque
@@ -12,46 +12,48 @@ from rlctl.rollout.players.episode_state import EpisodeState
 from rlctl.rollout.players.episode_tries import EpisodeTries
 from rlctl.rollout.policy import Policy
 
-# Message of the process, and the player's record of a sample.
+# Message of the user's process, and the player's record of a sample.
 Message = TypeVar("Message")
 Sample = TypeVar("Sample")
 
 
 class RunningCall(Generic[Message, Sample]):
-    """Actions and samples of one call that are in flight. Use it in an `async with`, which ends them."""
+    """Actions and samples of one call that are in flight. Use it in an `async with`, whose end waits for or cancels
+    them."""
 
     def __init__(self, tries: EpisodeTries, episode: EpisodeState, policy: Policy) -> None:
         self._tries = tries
         self._episode = episode
         self._policy = policy
-        # Actions that the process has not replied to, oldest first.
+        # Actions that the process has not answered, oldest first.
         self._actions: deque[asyncio.Task[Message]] = deque()
         self._sampling: dict[asyncio.Task[Completion], Sample] = {}
-        # Number of turns that engines were asked for.
+        # Number of turns requested from engines so far.
         self.turns = 0
 
     @property
     def has_action(self) -> bool:
-        """True while the process owes a reply."""
+        """True while the process has not answered an action."""
         return bool(self._actions)
 
     @property
     def num_sampling(self) -> int:
-        """Number of the turns that engines sample."""
+        """Number of turns that are being sampled."""
         return len(self._sampling)
 
     def act(self, action: "Future[Message | EnvironmentFailure]", *, waits: bool) -> None:
-        """Add an action of the process. waits: as of `EpisodeTries.ask`."""
+        """Add an action that the process performs. waits: see `EpisodeTries.ask`."""
         work = self._tries.ask(self._episode, action, waits=waits)
         self._actions.append(asyncio.get_running_loop().create_task(work))
 
     def sample(self, sample: Sample, request: TurnRequest) -> None:
-        """Have an engine sample the next turn."""
+        """Begin to sample the next turn. sample: returned by `wait` with the completion."""
         self._sampling[asyncio.get_running_loop().create_task(self._policy.sample(request))] = sample
         self.turns += 1
 
     async def wait(self) -> tuple[list[tuple[Sample, Completion]], Message | None]:
-        """Wait until a sample has ended or the process has replied. Return the ended samples, and the message if any.
+        """Wait until a sample has ended or the process has answered the oldest action. Return the ended samples, and
+        the process's message or None.
 
         Raises EpisodeFailed if the process failed.
         """
@@ -66,8 +68,9 @@ class RunningCall(Generic[Message, Sample]):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Drop the actions without a reply, and wait until no engine samples: the same turns may be sampled again."""
-        # A coroutine that is thrown away may wait for nothing.
+        """Cancel the actions without an answer, and wait until no engine samples: the same turns may be sampled
+        again."""
+        # A coroutine that is closed (GeneratorExit) must not await anything.
         if kind is None or issubclass(kind, Exception | asyncio.CancelledError):
             for action in self._actions:
                 action.cancel()
@@ -75,7 +78,7 @@ class RunningCall(Generic[Message, Sample]):
 
 
 async def _wait_until_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
-    """Wait until tasks have ended; cancel them if the wait is cancelled."""
+    """Wait until all tasks have ended. If this wait is cancelled, cancel the tasks and wait again."""
     if not tasks:
         return
     try:
@@ -90,5 +93,5 @@ async def _wait_until_ended(tasks: Collection["asyncio.Task[Any]"]) -> None:
         raise
     finally:
         for task in tasks:
-            # An error that is looked at is not reported again by asyncio.
+            # Read each task's exception, so that asyncio does not report it as never retrieved.
             _ = task.done() and not task.cancelled() and task.exception()

@@ -1,4 +1,4 @@
-"""Player of rollouts of one turn: a prompt goes to an engine, and its answer is the rollout."""
+"""Player of rollouts of one turn: it samples one answer to the task's prompt."""
 
 from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.rollout.policy import Player, Policy

@@ -1,7 +1,7 @@
-"""The tool loop: turns of the policy, and the tools that it calls, until a turn calls none (contract 4).
+"""The tool loop: the policy's turns and the tools that they call, until a turn calls no tool (contract 4).
 
-A turn's prompt is the conversation's tokens so far and the tokens of the messages since (`Chat.link`). Nothing sampled
-is encoded again.
+A turn's prompt is the conversation's tokens so far, followed by the tokens of the messages since (`Chat.link`). Sampled
+tokens are never decoded and encoded again.
 """
 
 import asyncio
@@ -23,29 +23,29 @@ from rlctl.utils.user_code import shorten_text
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Turns of one conversation after another."""
+    """Plays the policy's turns in episodes. It keeps no state of an episode, and serves many."""
 
     chat: Chat
-    # None: there are no tools to call.
+    # Calls the tools; None if there are no tools.
     tries: EpisodeTries | None
-    # Parser of tool calls, see `tool_formats.PARSERS`; None: no text is a call.
+    # Parser of tool calls, a key of `tool_formats.PARSERS`; None: no text is read as a call.
     tool_format: str | None
-    # Takes each message of the policy and of a tool as it comes.
+    # Called with each message of the policy and of a tool as it comes.
     tell: Callable[[Message], None] = lambda message: None
-    # Takes control tokens that were spelled to the policy.
+    # Called with the control tokens that messages to the policy wrote out.
     note_spelled: Callable[[EpisodeState, list[str]], None] = lambda episode, spelled: None
-    # Takes the number of messages that the chat template leaves out.
+    # Called with the number of messages that the chat template leaves out.
     note_unwritten: Callable[[EpisodeState, int], None] = lambda episode, count: None
     trials: UnwrittenMessages = field(default_factory=UnwrittenMessages)
 
     def add(self, episode: EpisodeState, messages: list[Message]) -> None:
-        """Say something to the policy."""
+        """Add messages to the policy's next prompt."""
         episode.added += messages
         if episode.leaf >= 0:
             self.note_spelled(episode, self.chat.find_spelled(messages))
 
     async def answer(self, episode: EpisodeState, tools: list[Schema], policy: Policy) -> str | None:
-        """Play until a turn has no call, and return it; None where a budget ended the episode, which has the ending.
+        """Play until a turn calls no tool, and return its text; None if a budget ended the episode (`episode.ending`).
 
         Raises DataError for messages that the chat template refuses, EpisodeFailed if a tool's process fails.
         """
@@ -76,7 +76,7 @@ class ToolLoop:
         return None
 
     def _extend_prompt(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
-        """Move the added messages into the conversation, and return the tokens of the next turn's prompt."""
+        """Move the episode's added messages into its conversation; return the tokens of the next turn's prompt."""
         conversation = episode.conversation
         chat = chat_of_row(self.chat, episode.start.task.row)
         earlier_messages = list(conversation.messages)
@@ -100,7 +100,8 @@ class ToolLoop:
         return tokens
 
     def _render_conversation(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
-        """Return the whole conversation as the template writes it. Raises DataError for messages that it refuses."""
+        """Return the tokens of the whole conversation, rendered by the chat template. Raises DataError if the template
+        refuses it."""
         try:
             chat = chat_of_row(self.chat, episode.start.task.row)
             prompt = chat.prompt(episode.conversation.messages, tools)
