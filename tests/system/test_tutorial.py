@@ -80,10 +80,16 @@ def test_each_file_and_each_command_of_the_tutorial_works(tmp_path: Path) -> Non
 
 @pytest.mark.long  # the page as it is printed
 def test_the_tutorial_as_it_is_printed_learns_the_last_digit(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     write_files(tmp_path)
-    for command in commands(1, 5):
+    for command in (*commands(1, 5), *commands(9, 9)):
         run_command(command, tmp_path)
     records = [json.loads(line) for line in (tmp_path / "runs/digits/metrics.jsonl").read_text().splitlines()]
     accuracies = [record["validation/accuracy"] for record in records if record["kind"] == "validation"]
     assert accuracies[0] < 0.05
     assert accuracies[-1] > 0.85
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "digits-hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "digits-hf")
+    question = tokenizer("12+7=", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(model.generate(question, max_new_tokens=4, do_sample=False)[0]) == "12+7=9<eos>"

@@ -9,6 +9,7 @@ import pytest
 
 from rlctl.config.fields import schema_keys
 from rlctl.config.schema import KINDS
+from rlctl.preflight.load import load
 from rlctl.telemetry.metrics import installed_rows
 from tests.unit.test_house import FILES, tree
 
@@ -27,10 +28,13 @@ def spans(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_keys_are_those_of_the_schema(page: Path) -> None:
+def test_keys_and_their_values_are_those_of_the_schema(page: Path) -> None:
     known_keys = set(chain.from_iterable((key for key, _ in schema_keys(kind)) for kind in KINDS.values()))
     sections = {key.partition(".")[0] for key in known_keys}
     words = " ".join(spans(page)).split()
+    for overrides in map(str.split, spans(page)):
+        if all(re.fullmatch(r"[a-z]+(\.[a-z_]+)+=\S+", override) for override in overrides):
+            load("grpo", "grpo-tiny", overrides)
     keys = {word.partition("=")[0] for word in words if re.fullmatch(r"[a-z]+(\.[a-z_]+)+(=\S+)?", word)}
     keys = {key for key in keys if key.partition(".")[0] in sections and key.rpartition(".")[2] not in ("yaml", "py")}
     assert keys and keys - known_keys == set()
