@@ -14,7 +14,7 @@ from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, unt
 from rlctl.bench.runs import run_all
 from rlctl.bench.workload import make_prompts, model_problems
 from rlctl.config.errors import Problem
-from rlctl.grpo.metric_rows import AGE, DECODE_STEP, GENERATOR_SEQUENCES
+from rlctl.grpo.metric_rows import AGE, DECODE_STEP, GENERATED_TOKENS, GENERATOR_SEQUENCES, PROMPT_TOKENS
 from rlctl.refit.protocol import REFIT_REST, REFIT_SECONDS, REFIT_STALL, REFIT_WAKE
 from rlctl.telemetry.clock import STEP_SECONDS, TRAIN_SECONDS
 from rlctl.telemetry.throughput import EFFECTIVE, GENERATION, GENERATOR_IDLE, GENERATOR_IN_REFIT, TRAINER_IDLE, TRAINING
@@ -241,7 +241,7 @@ def _ceiling(rows: Sequence[ModeRow], records: Sequence[Sequence[Mapping[str, An
     training = max(row.training for row in rows)
     generation = max(row.generation for row in rows)
     steps = list(chain.from_iterable(records))
-    prompt = sum(float(step["tokens/prompt"]) for step in steps)
-    generated = sum(float(step["tokens/generated"]) for step in steps)
+    prompt = sum(float(step[PROMPT_TOKENS.name]) for step in steps)
+    generated = sum(float(step[GENERATED_TOKENS.name]) for step in steps)
     trained = sum(float(step["tokens/trained"]) for step in steps)
     return (prompt + generated) / (trained / training + generated / generation)

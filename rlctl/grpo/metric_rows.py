@@ -100,6 +100,7 @@ NON_FINITE = Metric("rollouts/non_finite", "rollouts that no update sees: a log-
 LENGTH = Metric("length/mean", "mean response, tokens", chart=_LENGTH, panel=[PanelRow("length", 100)])
 UNIFORM_GROUPS = Metric("groups/uniform", "share of groups whose rewards are all equal", "share", chart=_NOTHING,
     panel=[PanelRow("uniform", 220)])
+PROMPT_TOKENS = Metric("tokens/prompt", "prompt tokens of the step's rollouts", chart=_TOKENS)
 GENERATED_TOKENS = Metric("tokens/generated",
     "generated tokens of the step's rollouts, groups that were replaced included", chart=_TOKENS.with_place(11))
 SAMPLED_TOKENS = Metric("tokens/sampled", "tokens that the generator sampled during the step, for this one or a later",
@@ -165,7 +166,7 @@ _HELD_OUT_ROWS = (
 )
 _GROUP_ROWS = (
     UNIFORM_GROUPS,
-    Metric("tokens/prompt", "prompt tokens of the step's rollouts", chart=_TOKENS),
+    PROMPT_TOKENS,
     GENERATED_TOKENS,
     *rows_where(
         _WITH_FILTER,

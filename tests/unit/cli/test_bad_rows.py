@@ -40,7 +40,7 @@ BAD = {
 def test_a_bad_row_is_one_line_and_nothing_starts(
     rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    monkeypatch.setattr(assembly, "launch", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr(assembly, "launch", lambda *_, **options: pytest.fail("the run was started"))
     rows = home / "rows.jsonl"
     rows.write_text(f"{GOOD}\n" * 300 + f"{line}\n{GOOD}\n")
     for options in ([], ["--dry-run"]):
@@ -72,7 +72,7 @@ def test_rows_that_are_all_too_long_are_told_by_a_dry_run(
 def test_the_driver_of_a_job_reads_the_rows_before_it_asks_the_cluster_for_anything(
     rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "launch", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr(assembly, "launch", lambda *_, **options: pytest.fail("the run was started"))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     (home / "rows.jsonl").write_text(f'{GOOD}\n{{"prompt": "", "answer": "2"}}\n')
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "data.train.path=rows.jsonl", "--cluster", "here")

@@ -30,7 +30,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "launch", lambda *_: 0)
+    monkeypatch.setattr(assembly, "launch", lambda *_, **options: 0)
 
 
 def list_errors(rlctl: Rlctl, *words: str) -> list[str]:

@@ -28,7 +28,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     launches: list[Launch] = []
 
     def record_launch(
-        settled: Settled, resolved: str, runtime: Runtime, resume: Path | None, probe_only: bool, reader: RowReader
+        settled: Settled,
+        resolved: str,
+        runtime: Runtime,
+        resume: Path | None,
+        probe_only: bool,
+        reader: RowReader,
+        on_directory: object,
     ) -> int:
         launches.append((settled.config, resume, probe_only))
         return 130
