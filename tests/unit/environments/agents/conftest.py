@@ -17,10 +17,11 @@ def serve(tokenizer: Any) -> Iterator[Callable[..., Served]]:
     """Return a function that serves a session with these turns."""
     opened: list[Served] = []
 
-    def make(says: Any, template: str = TOOLED, **more: Any) -> Served:
-        opened.append(Served(Chat(tokenizer, template, None), says, **more))
-        return opened[-1]
+    def serve_session(text_of_turn: Any, template: str = TOOLED, **options: Any) -> Served:
+        served = Served(Chat(tokenizer, template, None), text_of_turn, **options)
+        opened.append(served)
+        return served
 
-    yield make
-    for each in opened:
-        each.call(lambda each=each: each.endpoint.close(each.session))
+    yield serve_session
+    for served in opened:
+        served.close()

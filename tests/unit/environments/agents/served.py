@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,36 +31,39 @@ ADD = {
 }
 
 
-def call(a: int, b: int, before: str = "") -> str:
-    """A turn that calls `add`."""
-    return f"{before}<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': a, 'b': b}})}</tool_call>{END}"
+def write_call(a: int, b: int, before: str = "") -> str:
+    """Return a turn that calls `add`. before: its text before the call."""
+    call = json.dumps({"name": "add", "arguments": {"a": a, "b": b}})
+    return f"{before}<tool_call>{call}</tool_call>{END}"
 
 
 @dataclass
 class Served:
-    """A session whose turns `says` gives: a text, a budget (`max_turns`), or None: no answer for now.
+    """A session whose turns `text_of_turn` gives: a text, a budget (`max_turns`), or None: no answer for now.
 
     It has the driver's tree: each request's whole prompt, and the turns that the agent got. delay: seconds of a turn.
     shared: an endpoint of several sessions.
     """
 
     chat: Chat
-    says: Callable[[int], str | None]
+    text_of_turn: Callable[[int], str | None]
     tool_format: str | None = "hermes"
     bind: str = "127.0.0.1"
     delay: Callable[[], float] = lambda: 0.0
     shared: Endpoint | None = None
-    # Prompt of each request, as tokens; what was sampled, and the number of tokens that are kept.
+    # Prompt of each request, as tokens.
     prompts: list[list[int]] = field(default_factory=list)
+    # Tokens of each sampled turn, by the number of its request.
     sampled: dict[int, list[int]] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)
+    # Number of these tokens that the agent got, by the number of the request.
+    kept_lengths: dict[int, int] = field(default_factory=dict)
     asks: list[dict[str, Any]] = field(default_factory=list)
-    news: threading.Event = field(default_factory=threading.Event)
+    has_requests: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.endpoint = self.shared or Endpoint(self.bind)
-        self.session = AgentSession(self.chat, self.tool_format, self._look)
-        self.call(lambda: self.endpoint.open(self.session))
+        self.session = AgentSession(self.chat, self.tool_format, self._take_requests)
+        self.run_on_loop(lambda: self.endpoint.open(self.session))
 
     @property
     def url(self) -> str:
@@ -70,52 +73,56 @@ class Served:
     def key(self) -> str:
         return self.session.secret
 
-    def call(self, function: Callable[[], Any]) -> Any:
-        """Do something on the endpoint's event loop."""
+    def close(self) -> None:
+        self.run_on_loop(lambda: self.endpoint.close(self.session))
 
-        async def do() -> Any:
+    def run_on_loop(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the endpoint's event loop."""
+
+        async def call_function() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(do(), self.endpoint.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call_function(), self.endpoint.loop).result(10)
 
     def settle(self) -> None:
-        """Take the news that are there."""
-        self.call(self._look)
+        """Take the requests and deliveries that the session has by now."""
+        self.run_on_loop(self._take_requests)
 
     def answer(self, number: int, text: str) -> None:
-        """Give a turn that was held back."""
-        self.call(lambda: self._give(number, text))
+        """Give the turn of a request that had none."""
+        self.run_on_loop(lambda: self._give_turn(number, text))
 
     def texts(self) -> list[str]:
-        """Prompts as text."""
-        return [self.chat.decode(each) for each in self.prompts]
+        """Return the prompts as text."""
+        return [self.chat.decode(prompt) for prompt in self.prompts]
 
-    def _look(self) -> None:
+    def _take_requests(self) -> None:
         waits = self.session.take_requests()
         for number, length in waits.delivered:
-            assert number not in self.kept
-            self.kept[number] = length
+            assert number not in self.kept_lengths
+            self.kept_lengths[number] = length
         for ask in waits.asks:
-            before = [] if ask.after is None else self._path(ask.after)
+            earlier_tokens = [] if ask.after is None else self._tokens_up_to(ask.after)
             self.asks.append(ask)
-            self.prompts.append([*before, *ask.tokens])
-            if (text := self.says(ask.number)) is not None:
-                asyncio.get_running_loop().call_later(self.delay(), self._give, ask.number, text)
-        self.news.set()
+            self.prompts.append([*earlier_tokens, *ask.tokens])
+            text = self.text_of_turn(ask.number)
+            if text is not None:
+                asyncio.get_running_loop().call_later(self.delay(), self._give_turn, ask.number, text)
+        self.has_requests.set()
 
-    def _path(self, number: int) -> list[int]:
-        return [*self.prompts[number], *self.sampled[number][: self.kept[number]]]
+    def _tokens_up_to(self, number: int) -> list[int]:
+        return [*self.prompts[number], *self.sampled[number][: self.kept_lengths[number]]]
 
-    def _give(self, number: int, text: str) -> None:
+    def _give_turn(self, number: int, text: str) -> None:
         if text in ("max_turns", "max_length", "time"):
             self.session.answer(number, text)
             return
-        tokens = self.sampled[number] = self.chat.encode(text)
+        tokens = self.chat.encode(text)
+        self.sampled[number] = tokens
         finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
         self.session.answer(number, AgentTurn(tokens, [-0.5] * len(tokens), finish))
 
 
 def script(*texts: str | None) -> Callable[[int], str | None]:
-    """Return turns by the number of their request."""
-    given: Sequence[str | None] = texts
-    return lambda number: given[number]
+    """Return a function from the number of a request to its turn."""
+    return lambda number: texts[number]

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.environments.agents.served import ADD, END, Served, call, script
+from tests.unit.environments.agents.served import ADD, END, Served, script, write_call
 
 Serve = Callable[..., Served]
 CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=2, timeout=300)
@@ -17,8 +17,8 @@ def client_of(served: Served) -> openai.OpenAI:
     return CLIENT.with_options(base_url=served.url, api_key=served.key)
 
 
-def asked(served: Served, messages: Any, **more: Any) -> Any:
-    return client_of(served).chat.completions.create(model="any", messages=messages, **more)
+def request_turn(served: Served, messages: Any, **options: Any) -> Any:
+    return client_of(served).chat.completions.create(model="any", messages=messages, **options)
 
 
 USER = {"role": "user", "content": "2+2?"}
@@ -26,7 +26,7 @@ USER = {"role": "user", "content": "2+2?"}
 
 def test_a_turn_is_text_with_its_usage(serve: Serve) -> None:
     served = serve(script(f"It is 4.{END}"))
-    answer = asked(served, [USER])
+    answer = request_turn(served, [USER])
     (choice,) = answer.choices
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("It is 4.", None, "stop")
     assert served.texts() == [f"<|im_start|>user\n2+2?{END}\n<|im_start|>assistant\n"]
@@ -35,21 +35,21 @@ def test_a_turn_is_text_with_its_usage(serve: Serve) -> None:
 
 
 def test_a_later_request_goes_on_with_the_sampled_tokens(serve: Serve) -> None:
-    served = serve(script(call(2, 2, "Let me see. "), f"4{END}"))
+    served = serve(script(write_call(2, 2, "Let me see. "), f"4{END}"))
     messages: list[Any] = [USER]
-    message = asked(served, messages, tools=[ADD]).choices[0].message
-    (called,) = message.tool_calls
-    assert (called.function.name, json.loads(called.function.arguments)) == ("add", {"a": 2, "b": 2})
-    messages += [message, {"role": "tool", "tool_call_id": called.id, "content": "4"}]
-    assert asked(served, messages, tools=[ADD]).choices[0].message.content == "4"
+    message = request_turn(served, messages, tools=[ADD]).choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 2})
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+    assert request_turn(served, messages, tools=[ADD]).choices[0].message.content == "4"
     assert served.asks[1].after == 0
     assert served.chat.decode(served.asks[1].tokens) == f"\n<|im_start|>tool\n4{END}\n<|im_start|>assistant\n"
     assert served.prompts[1][: len(served.prompts[0])] == served.prompts[0]
 
 
 def test_a_stream_has_the_same_as_an_answer(serve: Serve) -> None:
-    served = serve(script(call(1, 2, "Hm. ")))
-    stream = asked(served, [USER], tools=[ADD], stream=True, stream_options={"include_usage": True})
+    served = serve(script(write_call(1, 2, "Hm. ")))
+    stream = request_turn(served, [USER], tools=[ADD], stream=True, stream_options={"include_usage": True})
     first, last, usage = list(stream)
     delta = first.choices[0].delta
     assert (delta.role, delta.content, delta.tool_calls[0].function.name) == ("assistant", "Hm.", "add")
@@ -59,15 +59,15 @@ def test_a_stream_has_the_same_as_an_answer(serve: Serve) -> None:
 
 def test_thinking_is_apart_and_stays_in_the_tokens(serve: Serve) -> None:
     served = serve(script(f"<think>two and two</think>\n\nIt is 4.{END}", f"Yes.{END}"))
-    message = asked(served, [USER]).choices[0].message
+    message = request_turn(served, [USER]).choices[0].message
     assert (message.content, message.reasoning_content) == ("It is 4.", "two and two")
     # Most clients drop it.
-    asked(served, [USER, {"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Sure?"}])
+    request_turn(served, [USER, {"role": "assistant", "content": "It is 4."}, {"role": "user", "content": "Sure?"}])
     assert served.asks[1].after == 0 and "<think>two and two</think>" in served.texts()[1]
 
 
 @pytest.mark.parametrize(
-    ("said", "stop", "content", "tokens"),
+    ("turn", "stop", "content", "kept_text"),
     [
         (f"I think. Observation: 4{END}", ["Observation:"], "I think. ", "I think. Observation:"),
         (f"abcabc{END}", ["bc", "c"], "a", "abc"),
@@ -75,31 +75,31 @@ def test_thinking_is_apart_and_stays_in_the_tokens(serve: Serve) -> None:
         ("abc</code> more", ["</code>", "Observation:"], "abc", "abc</code>"),
     ],
 )
-def test_a_stop_cuts_text_and_tokens(serve: Serve, said: str, stop: Any, content: str, tokens: str) -> None:
-    served = serve(script(said))
-    choice = asked(served, [USER], stop=stop).choices[0]
+def test_a_stop_cuts_text_and_tokens(serve: Serve, turn: str, stop: Any, content: str, kept_text: str) -> None:
+    served = serve(script(turn))
+    choice = request_turn(served, [USER], stop=stop).choices[0]
     assert (choice.message.content, choice.finish_reason) == (content, "stop")
     served.settle()
-    assert served.chat.decode(served.sampled[0][: served.kept[0]]) == tokens
+    assert served.chat.decode(served.sampled[0][: served.kept_lengths[0]]) == kept_text
 
 
 def test_the_engine_is_told_of_stops_that_are_one_token(serve: Serve) -> None:
     served = serve(script("ab"))
-    asked(served, [USER], stop=["b", "Observation:"])
+    request_turn(served, [USER], stop=["b", "Observation:"])
     assert served.asks[0].stops == served.chat.encode("b")
 
 
 def test_a_client_that_puts_the_stop_back_goes_on(serve: Serve) -> None:
     served = serve(script("abc</code> more", f"4{END}"))
-    content = asked(served, [USER], stop=["</code>"]).choices[0].message.content
-    more = [{"role": "assistant", "content": f"{content}</code>"}, {"role": "user", "content": "Out: 4"}]
-    asked(served, [USER, *more], stop=["</code>"])
+    content = request_turn(served, [USER], stop=["</code>"]).choices[0].message.content
+    next_messages = [{"role": "assistant", "content": f"{content}</code>"}, {"role": "user", "content": "Out: 4"}]
+    request_turn(served, [USER, *next_messages], stop=["</code>"])
     assert served.asks[1].after == 0
 
 
 def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
     served = serve(script(f"4{END}"))
-    asked(
+    request_turn(
         served,
         [USER],
         tools=[ADD],
@@ -123,7 +123,7 @@ def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("options", "message"),
     [
         ({"n": 2}, "n must be 1"),
         ({"logit_bias": {"5": 1}}, "logit_bias: would change"),
@@ -134,35 +134,35 @@ def test_sampling_belongs_to_the_run_and_is_counted(serve: Serve) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": "add"}]}, USER]}, "must be an object"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_and_not_tried_again(serve: Serve, more: Any, said: str) -> None:
+def test_what_cannot_be_honoured_is_refused_and_not_tried_again(serve: Serve, options: Any, message: str) -> None:
     served = serve(script())
-    with pytest.raises(openai.BadRequestError, match=said):
-        asked(served, **{"messages": [USER], **more})
+    with pytest.raises(openai.BadRequestError, match=message):
+        request_turn(served, **{"messages": [USER], **options})
     assert served.asks == [] and served.session.defect is None
 
 
 def test_log_probs_and_ids_come_where_they_are_asked_for(serve: Serve) -> None:
     served = serve(script(f"4{END}"))
-    choice = asked(served, [USER], logprobs=True, extra_body={"return_token_ids": True}).choices[0]
-    assert [each.token for each in choice.logprobs.content] == ["4", END]
+    choice = request_turn(served, [USER], logprobs=True, extra_body={"return_token_ids": True}).choices[0]
+    assert [log_prob.token for log_prob in choice.logprobs.content] == ["4", END]
     assert choice.logprobs.content[0].logprob == -0.5 and choice.token_ids == served.sampled[0]
 
 
 def test_a_call_that_cannot_be_read_is_text(serve: Serve) -> None:
-    said = '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>'
-    served = serve(script(said + END))
-    message = asked(served, [USER], tools=[ADD]).choices[0].message
-    assert (message.content, message.tool_calls) == (said, None)
+    turn = '<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>'
+    served = serve(script(turn + END))
+    message = request_turn(served, [USER], tools=[ADD]).choices[0].message
+    assert (message.content, message.tool_calls) == (turn, None)
     assert served.session.counts["malformed_calls"] == 1
 
 
 def test_a_used_up_budget_is_a_400_with_its_name(serve: Serve) -> None:
     served = serve(script("max_length", f"4{END}", "max_turns"))
     with pytest.raises(openai.BadRequestError, match=r"environment\.max_length"):
-        asked(served, [USER])
+        request_turn(served, [USER])
     # A shorter prompt may have room, and no budget of turns comes back.
-    asked(served, [USER])
+    request_turn(served, [USER])
     for _ in range(3):
         with pytest.raises(openai.BadRequestError, match=r"environment\.max_turns"):
-            asked(served, [USER])
+            request_turn(served, [USER])
     assert len(served.asks) == 3 and served.session.counts["refused"] == 4

@@ -13,34 +13,42 @@ from rlctl.environments.agents import runners
 from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.outcomes import EnvironmentFailure
 
-TASK = AgentTask("r0", "2+2?", [], None, {})
-ENDS_AT_ONCE: Any = SimpleNamespace(call_soon_threadsafe=lambda function, value: function(value))
+TASK = AgentTask(id="r0", prompt="2+2?", messages=[], answer=None, row={})
+# A loop that calls functions at once.
+LOOP: Any = SimpleNamespace(call_soon_threadsafe=lambda function, outcome: function(outcome))
 
 
-def started(function: Any) -> tuple[Any, SimpleQueue[Any]]:
+def start_agent(function: Any) -> tuple[Any, SimpleQueue[Any]]:
     """Start an agent; return the way to stop it, and the queue of its outcome."""
     outcomes = SimpleQueue[Any]()
-    call = AgentLaunch(TASK, "", "", random.Random(0), outcomes.put, ENDS_AT_ONCE)
-    return runners.start_function(function, call), outcomes
+    launch = AgentLaunch(
+        task=TASK,
+        base_url="",
+        api_key="",
+        generator=random.Random(0),
+        on_end=outcomes.put,
+        loop=LOOP,
+    )
+    return runners.start_function(function, launch), outcomes
 
 
 def test_coroutines_share_a_loop_since_clients_of_asyncio_belong_to_one() -> None:
     async def loop_of(task: AgentTask, base_url: str, api_key: str) -> int:
         return id(asyncio.get_running_loop())
 
-    outcomes = [started(loop_of)[1] for _ in range(3)]
-    assert len({each.get(timeout=300) for each in outcomes}) == 1
+    queues = [start_agent(loop_of)[1] for _ in range(3)]
+    assert len({queue.get(timeout=300) for queue in queues}) == 1
 
 
 def test_a_coroutine_is_cancelled_when_its_session_is_closed() -> None:
-    begun = threading.Event()
+    has_begun = threading.Event()
 
     async def waits(task: AgentTask, base_url: str, api_key: str) -> None:
-        begun.set()
+        has_begun.set()
         await asyncio.sleep(600)
 
-    stop, outcomes = started(waits)
-    assert begun.wait(20)
+    stop, outcomes = start_agent(waits)
+    assert has_begun.wait(20)
     stop()
     outcome = outcomes.get(timeout=300)
     assert isinstance(outcome, EnvironmentFailure) and "waits raised CancelledError" in outcome.cause
@@ -53,5 +61,5 @@ def test_a_coroutine_that_blocks_the_others_is_told_once(monkeypatch: pytest.Mon
     async def ends(task: AgentTask, base_url: str, api_key: str) -> float:
         return 1.0
 
-    assert [started(ends)[1].get(timeout=300) for _ in range(3)] == [1.0] * 3
+    assert [start_agent(ends)[1].get(timeout=300) for _ in range(3)] == [1.0] * 3
     assert capfd.readouterr().err.count("write `def run`") == 1

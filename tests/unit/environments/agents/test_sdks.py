@@ -19,8 +19,8 @@ from tests.system.test_agent_sdks import AGENTS
 from tests.unit.environments.agents.served import END, Served
 
 Serve = Callable[..., Served]
-# Agent -> its thinking as it is sent back, and the rows of eight turns.
-KEPT = {
+# Agent -> its thinking as it is sent back, and the number of rows of eight turns.
+THINKING_AND_ROWS = {
     "calculator:run": ('"reasoning_content": "hm"', 1),
     "here:openai_async": ('"reasoning_content": "hm"', 1),
     "langgraph_agent:run": ("", 1),
@@ -37,20 +37,21 @@ THOUGHT = "<think>hm</think>\n\nLet me see."
 CODE = (f"{THOUGHT}\n<code>\nprint(calculate('2 + 2'))\n</code>", f"{THOUGHT}\n<code>\nfinal_answer(4)\n</code>")
 
 
-def call(name: str, **arguments: Any) -> str:
-    return f"{THOUGHT}<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+def write_call(name: str, **arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"{THOUGHT}<tool_call>{call}</tool_call>"
 
 
 def turns_of(agent: str) -> tuple[str, ...]:
     """Return turns that the agent takes, again and again."""
-    calculate = call("calculate", expression="2 + 2")
+    calculate = write_call("calculate", expression="2 + 2")
     if agent == "smolagents_agent:run_code":
         return CODE
     if agent == "smolagents_agent:run":
-        return calculate, calculate, call("final_answer", answer="4")
+        return calculate, calculate, write_call("final_answer", answer="4")
     if agent == "here:mini_swe_agent":
-        return call("bash", command="ls"), THOUGHT, call("bash", command="ls")
-    return calculate, calculate, call("answer", value=4), THOUGHT
+        return write_call("bash", command="ls"), THOUGHT, write_call("bash", command="ls")
+    return calculate, calculate, write_call("answer", value=4), THOUGHT
 
 
 @pytest.mark.long  # SDKs take seconds to import
@@ -60,22 +61,24 @@ def test_what_a_client_keeps(agent: str, serve: Serve, monkeypatch: pytest.Monke
         pytest.skip(f"{AGENTS[agent][0]} is not installed: pip install -e '.[agents-test]'")
     bodies = list[Any]()
     for api in (chat_completions, anthropic_messages, responses):
-        own = api.read
+        read = api.read
 
-        def read(body: dict[str, Any], own: Any = own) -> Any:
+        def note_and_read(body: dict[str, Any], read: Any = read) -> Any:
             bodies.append(body)
-            return own(body)
+            return read(body)
 
-        monkeypatch.setattr(api, "read", read)
-    turns, (thinking, rows) = turns_of(agent), KEPT[agent]
+        monkeypatch.setattr(api, "read", note_and_read)
+    turns = turns_of(agent)
+    thinking, num_rows = THINKING_AND_ROWS[agent]
     served = serve(lambda number: f"{turns[number % len(turns)]}{END}" if number < 8 else "max_turns")
     task = SimpleNamespace(row={"agent": agent, "expressions": ["2 + 2"] * 9})
     with pytest.raises(Exception, match=r"environment\.max_turns"):
-        value = agent_clients.run(task, served.url, served.key)
-        asyncio.run(value) if inspect.iscoroutine(value) else value
+        outcome = agent_clients.run(task, served.url, served.key)
+        if inspect.iscoroutine(outcome):
+            asyncio.run(outcome)
     served.settle()
     sent_back = json.dumps(bodies)
     assert thinking in sent_back and (thinking or "hm" not in sent_back)
-    assert len(served.kept) == 8
-    continued = {each.after for each in served.asks if each.number < 8}
-    assert len(set(range(8)) - continued) == rows, served.session.rewritten
+    assert len(served.kept_lengths) == 8
+    continued_turns = {ask.after for ask in served.asks if ask.number < 8}
+    assert len(set(range(8)) - continued_turns) == num_rows, served.session.rewritten
