@@ -24,7 +24,8 @@ class Counter:
     limit = 3
 
     def reset(self, target: int, **kwargs: Any) -> str | None:
-        self.target, self.count = target, 0
+        self.target = target
+        self.count = 0
         return f" Count to {target}."
 
     def get_reward(self) -> float:
@@ -57,7 +58,7 @@ class Wide(Counter):
 
     @classmethod
     def about(cls) -> str:
-        """Tell about it."""
+        """Describe the class."""
         return ""
 
     @staticmethod
@@ -69,7 +70,7 @@ class Wide(Counter):
         return 1
 
 
-def names(environment: type) -> list[str]:
+def tool_names(environment: type) -> list[str]:
     return [tool["function"]["name"] for tool in read_contract(environment, {}).tools]
 
 
@@ -77,8 +78,8 @@ def test_tools_are_the_public_methods_but_the_reserved_ones_in_alphabetical_orde
     contract = read_contract(Counter, {})
     assert (contract.name, contract.problems, contract.notes) == ("Counter", [], [])
     assert (contract.has_reward, contract.has_step) == (True, False)
-    assert names(Counter) == ["increment"]
-    assert names(Wide) == ["about", "increment", "look"]
+    assert tool_names(Counter) == ["increment"]
+    assert tool_names(Wide) == ["about", "increment", "look"]
     assert read_contract(Wide, {}).notes == ["helper is a static method, so it is no tool"]
 
 
@@ -167,27 +168,27 @@ def test_a_hint_that_a_call_cannot_keep_is_a_note() -> None:
         "tool move: parameter to: JSON has no Square: a call gives a dict",
         "tool move: parameter past: JSON has no Square: a call gives a dict",
     ]
-    kinds = contract.tools[0]["function"]["parameters"]["properties"]
-    assert kinds["to"]["type"] == kinds["by"]["type"] == "object"
+    properties = contract.tools[0]["function"]["parameters"]["properties"]
+    assert properties["to"]["type"] == properties["by"]["type"] == "object"
 
 
 def test_reset_gets_the_columns_and_the_seed_where_it_takes_one() -> None:
     row = {"prompt": "p", "target": 3, "environment": "counter"}
 
-    def seeded(target: int, seed: int) -> None: ...
-    def anything(**row: Any) -> None: ...
+    def reset_with_seed(target: int, seed: int) -> None: ...
+    def reset_with_row(**row: Any) -> None: ...
 
     assert reset_arguments(Counter().reset, row, 7) == {"prompt": "p", "target": 3}
-    assert reset_arguments(seeded, row, 7) == {"target": 3, "seed": 7}
-    assert reset_arguments(seeded, {**row, "seed": 1}, 7) == {"target": 3, "seed": 1}
-    assert reset_arguments(anything, row, 7) == {"prompt": "p", "target": 3}
+    assert reset_arguments(reset_with_seed, row, 7) == {"target": 3, "seed": 7}
+    assert reset_arguments(reset_with_seed, {**row, "seed": 1}, 7) == {"target": 3, "seed": 1}
+    assert reset_arguments(reset_with_row, row, 7) == {"prompt": "p", "target": 3}
 
 
 def test_columns_that_reset_does_not_take_are_named_with_the_nearest() -> None:
-    def narrow(traget: int, seed: int = 0) -> None: ...
+    def reset_misspelt(traget: int, seed: int = 0) -> None: ...
 
     with pytest.raises(ContractError) as error:
-        reset_arguments(narrow, {"target": 3, "word": "x"}, 7)
+        reset_arguments(reset_misspelt, {"target": 3, "word": "x"}, 7)
     assert str(error.value).endswith(
         "are not the row's columns: no column traget; did you mean target?; no parameter for target, word: add **row"
     )

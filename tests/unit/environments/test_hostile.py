@@ -11,6 +11,7 @@ from rlctl.environments.environment_pool import EnvironmentPool, UnusableEnviron
 from rlctl.environments.messages import FunctionEnded, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.tool_formats import ToolCall
+from tests.unit.environments.pools import failure_of
 
 OWN = '''
 import asyncio, os, sys, tempfile
@@ -35,14 +36,15 @@ class Own:
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
             raise KeyError("no such board")
-        self.looked, self.secret = 0, Vault().tell
+        self.looked = 0
+        self.secret = Vault().tell
         return value
 
     async def wait(self, name: str) -> str:
         """Wait for a file.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
         """
         open(f"{name}-waits", "w").close()
         while not os.path.exists(name):
@@ -50,12 +52,12 @@ class Own:
         return "waited"
 
     async def end(self, how: str) -> str:
-        """End what runs.
+        """End the process or its event loop.
 
         Args:
-            how: How.
+            how: Way to end it.
         """
-        async def raising():
+        async def raise_exit():
             raise SystemExit(5)
 
         loop = asyncio.get_running_loop()
@@ -64,9 +66,9 @@ class Own:
         if how == "interrupt":
             raise KeyboardInterrupt
         if how == "task":
-            await asyncio.create_task(raising())
+            await asyncio.create_task(raise_exit())
         if how == "left task":
-            loop.kept = loop.create_task(raising())
+            loop.left_task = loop.create_task(raise_exit())
         if how == "callback":
             loop.call_soon(sys.exit, 5)
         if how == "stop":
@@ -78,7 +80,7 @@ class Own:
         """Raise.
 
         Args:
-            message: Of the exception.
+            message: Argument of the exception.
         """
         raise Weird(message)
 
@@ -91,7 +93,7 @@ class Own:
         return float(self.looked)
 
     def echo(self, value: object) -> object:
-        """Return it.
+        """Return the value.
 
         Args:
             value: Anything.
@@ -118,23 +120,19 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environmen
         pool.check()
 
 
-def nested(levels: int) -> Any:
-    value: Any = 1
+def nest_lists(levels: int) -> Any:
+    """Return the number 1 inside `levels` lists."""
+    nested: Any = 1
     for _ in range(levels):
-        value = [value]
-    return value
-
-
-def failed(outcome: object) -> EnvironmentFailure:
-    assert isinstance(outcome, EnvironmentFailure), outcome
-    return outcome
+        nested = [nested]
+    return nested
 
 
 def test_a_value_that_no_pickle_takes_fails_its_own_episode(pool: EnvironmentPool) -> None:
     assert pool.reset("a", {}, 1).result() == "ready"
-    failure = failed(pool.call("a", [ToolCall("echo", {"value": nested(700)})]).result(30))
+    failure = failure_of(pool.call("a", [ToolCall("echo", {"value": nest_lists(700)})]).result(30))
     assert str(failure) == "call was given a value that cannot be sent: RecursionError"
-    assert failed(pool.reset("b", {"value": nested(700)}, 1).result(30)).kind == "contract"
+    assert failure_of(pool.reset("b", {"value": nest_lists(700)}, 1).result(30)).kind == "contract"
 
 
 @pytest.mark.parametrize("name", ["secret", "tempting", "looked", "reset", "get_reward", "__init__", "Own", ""])
@@ -148,7 +146,7 @@ def test_only_the_tools_of_the_contract_can_be_called(pool: EnvironmentPool, nam
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise", "call raised SystemExit"),
         ("interrupt", "call raised KeyboardInterrupt"),
@@ -159,16 +157,17 @@ def test_only_the_tools_of_the_contract_can_be_called(pool: EnvironmentPool, nam
     ],
 )
 def test_a_coroutine_that_ends_the_process_costs_its_own_episode_alone(
-    pool: EnvironmentPool, how: str, said: str
+    pool: EnvironmentPool, how: str, message: str
 ) -> None:
-    waiting = pool.call("neighbour", [ToolCall("wait", {"name": "go"})])
+    waiting_call = pool.call("neighbour", [ToolCall("wait", {"name": "go"})])
     assert pool.reset("a", {}, 1).result() == "ready"
     while not Path("go-waits").exists():
         time.sleep(0.01)
     outcome = pool.call("a", [ToolCall("end", {"how": how})]).result(30)
-    assert said in (str(outcome) if isinstance(outcome, EnvironmentFailure) else outcome[0].content)
+    text = str(outcome) if isinstance(outcome, EnvironmentFailure) else outcome[0].content
+    assert message in text
     Path("go").touch()
-    assert waiting.result(30) == [ToolResult("wait", "waited", False)]
+    assert waiting_call.result(30) == [ToolResult("wait", "waited", False)]
 
 
 def test_a_function_that_ends_the_process_costs_its_own_rollout_alone(tmp_path: Path) -> None:
@@ -177,14 +176,14 @@ def test_a_function_that_ends_the_process_costs_its_own_rollout_alone(tmp_path: 
     spec = EnvironmentSpec(f"{tmp_path}/play.py:play", 60.0, is_function=True)
     with EnvironmentPool({"rollout": spec}, 2048, 1) as pool:
         assert pool.begin("neighbour", {**task, "row": {}}, 0).result() == FunctionWaits([[1]], 0)
-        assert "raised SystemExit at" in str(failed(pool.begin("a", {**task, "row": {"end": 1}}, 0).result(30)))
-        told = pool.resume("neighbour", [Sampled([2], [-1.0], [0])], waits=False).result(30)
-        assert told == FunctionEnded(1, 1.0)
+        assert "raised SystemExit at" in str(failure_of(pool.begin("a", {**task, "row": {"end": 1}}, 0).result(30)))
+        outcome = pool.resume("neighbour", [Sampled([2], [-1.0], [0])], waits=False).result(30)
+        assert outcome == FunctionEnded(1, 1.0)
 
 
 @pytest.mark.parametrize("levels", [70, 960, 5000])
 def test_an_observation_that_is_nested_too_deep_fails_its_own_episode(pool: EnvironmentPool, levels: int) -> None:
-    failure = failed(pool.reset("a", {"levels": levels}, 1).result(30))
+    failure = failure_of(pool.reset("a", {"levels": levels}, 1).result(30))
     assert str(failure) == (
         "reset broke the contract: reset must return messages of at most 64 levels of lists and dicts"
     )
@@ -192,7 +191,7 @@ def test_an_observation_that_is_nested_too_deep_fails_its_own_episode(pool: Envi
 
 
 def test_an_exception_without_a_text_is_told_as_what_it_is(pool: EnvironmentPool) -> None:
-    failure = failed(pool.reset("a", {"weird": True}, 1).result(30))
+    failure = failure_of(pool.reset("a", {"weird": True}, 1).result(30))
     assert str(failure) == "reset raised Weird at own.py:15: its __str__ raised ValueError"
     assert pool.reset("b", {}, 1).result() == "ready"
     for message in ("any", "exit"):
@@ -202,42 +201,42 @@ def test_an_exception_without_a_text_is_told_as_what_it_is(pool: EnvironmentPool
 
 HINT = '''class Own:
     def reset(self): ...
-    def tool(self, a: "raising()"):
+    def tool(self, a: "raise_weird()"):
         """Do.
 
         Args:
             a: A.
         """
-def raising():
+def raise_weird():
     raise Weird
 '''
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("raise Weird", "cannot import: Weird: its __str__ raised ValueError at broken.py:4"),
         (HINT, "tool tool: its type hints cannot be read: Weird: its __str__ raised ValueError"),
     ],
 )
-def test_a_class_whose_exception_has_no_text_is_told(tmp_path: Path, code: str, said: str) -> None:
-    weird = "class Weird(Exception):\n    def __str__(self):\n        raise ValueError\n"
-    (tmp_path / "broken.py").write_text(weird + code)
+def test_a_class_whose_exception_has_no_text_is_told(tmp_path: Path, code: str, message: str) -> None:
+    exception = "class Weird(Exception):\n    def __str__(self):\n        raise ValueError\n"
+    (tmp_path / "broken.py").write_text(exception + code)
     with EnvironmentPool({"own": EnvironmentSpec(f"{tmp_path}/broken.py:Own", 60.0)}, 2048, 1) as pool:
         with pytest.raises(UnusableEnvironmentError) as error:
             pool.contracts()
-        assert said in str(error.value).replace(f"{tmp_path}/", "")
+        assert message in str(error.value).replace(f"{tmp_path}/", "")
 
 
 def test_a_failure_whose_place_cannot_be_told_is_told(pool: EnvironmentPool) -> None:
-    assert "KeyError" in str(failed(pool.reset("a", {"gone": True}, 1).result(30)))
+    assert "KeyError" in str(failure_of(pool.reset("a", {"gone": True}, 1).result(30)))
 
 
 def test_an_error_of_the_pools_own_is_raised_to_whoever_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Any, deep: bool) -> None:
+    def raise_defect(self: Any, deep: bool) -> None:
         raise LookupError("a defect")
 
-    monkeypatch.setattr("rlctl.environments.environment_process.EnvironmentProcess.check_memory", broken)
+    monkeypatch.setattr("rlctl.environments.environment_process.EnvironmentProcess.check_memory", raise_defect)
     (tmp_path / "own.py").write_text(OWN)
     with EnvironmentPool({"own": EnvironmentSpec(f"{tmp_path}/own.py:Own", 60.0)}, 2048, 1) as pool:
         pool.contracts()

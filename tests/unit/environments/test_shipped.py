@@ -30,36 +30,43 @@ def test_each_keeps_the_contract_and_imports_nothing_of_rlctl(name: str) -> None
 
 @pytest.mark.parametrize("module", [guess, calculator, sqlite, maze], ids=lambda module: module.__name__)
 def test_tasks_are_the_seeds_own_and_held_out_ones_are_no_others(module: Any) -> None:
-    first, again, other = (list(islice(module.tasks(seed), 300)) for seed in (1, 1, 2))
-    assert first == again != other
-    key = {"guess": "low", "calculator": "expression", "sqlite": "shop", "maze": "maze"}[module.__name__.split(".")[-1]]
-    trained, held_out = ({str(row[key]) for row in islice(module.tasks(1, held), 2000)} for held in (False, True))
-    assert trained and held_out and not trained & held_out
+    first_tasks = list(islice(module.tasks(1), 300))
+    assert first_tasks == list(islice(module.tasks(1), 300)) != list(islice(module.tasks(2), 300))
+    keys = {"guess": "low", "calculator": "expression", "sqlite": "shop", "maze": "maze"}
+    key = keys[module.__name__.rpartition(".")[2]]
+    training_tasks = {str(row[key]) for row in islice(module.tasks(1, False), 2000)}
+    held_out_tasks = {str(row[key]) for row in islice(module.tasks(1, True), 2000)}
+    assert training_tasks and held_out_tasks and not training_tasks & held_out_tasks
 
 
-def share_won(play: Any, games: int = 4000) -> float:
-    """The share of games of 15 numbers and 5 guesses that a player wins; it sees the remaining range."""
+def play_guess(choose_number: Any, num_games: int = 4000) -> float:
+    """Play games of 15 numbers and 5 guesses; return the share won. The player sees the remaining range."""
     draw = random.Random(1)
-    won = 0.0
-    for row in islice(guess.tasks(0), games):
-        game, low, high = Guess(), row["low"], row["high"]
+    num_won = 0.0
+    for row in islice(guess.tasks(0), num_games):
+        game = Guess()
+        low = row["low"]
+        high = row["high"]
         game.reset(**row)
         hint: str | None = ""
         while hint is not None:
-            number = play(draw, low, high, row)
+            number = choose_number(draw, low, high, row)
             hint = game.step(f"I guess {number}.")
-            low, high = (number + 1, high) if hint == "higher" else (low, number - 1)
-        won += game.get_reward()
-    return won / games
+            if hint == "higher":
+                low = number + 1
+            else:
+                high = number - 1
+        num_won += game.get_reward()
+    return num_won / num_games
 
 
 def test_guess_is_won_by_chance_by_hints_and_by_halving_as_often_as_stated() -> None:
-    blind = share_won(lambda draw, low, high, row: draw.randint(row["low"], row["high"]))
-    heeding = share_won(lambda draw, low, high, row: draw.randint(low, high))
-    optimal = share_won(lambda draw, low, high, row: (low + high) // 2, games=500)
-    assert blind == pytest.approx(0.29, abs=0.02)
-    assert heeding == pytest.approx(0.80, abs=0.02)
-    assert optimal == 1.0
+    blind_share = play_guess(lambda draw, low, high, row: draw.randint(row["low"], row["high"]))
+    heeding_share = play_guess(lambda draw, low, high, row: draw.randint(low, high))
+    halving_share = play_guess(lambda draw, low, high, row: (low + high) // 2, num_games=500)
+    assert blind_share == pytest.approx(0.29, abs=0.02)
+    assert heeding_share == pytest.approx(0.80, abs=0.02)
+    assert halving_share == 1.0
 
 
 def test_guess_takes_the_last_number_and_any_words() -> None:
@@ -131,11 +138,14 @@ def test_a_maze_is_walked_by_who_tries_each_way_once() -> None:
         tried: dict[str, set[str]] = {}
         while "arrived" not in view:  # by hand along one wall: depth first
             place, ways = view[view.index("You are") :].rstrip(".").split(". Open: ")
-            seen = tried.setdefault(place, {opposite[trail[-1]]} if trail else set())
-            ahead = [way for way in ways.split(", ") if way not in seen]
-            way = ahead[0] if ahead else opposite[trail.pop()]
-            trail += [way] if ahead else []
-            seen.add(way)
+            tried_ways = tried.setdefault(place, {opposite[trail[-1]]} if trail else set())
+            untried_ways = [way for way in ways.split(", ") if way not in tried_ways]
+            if untried_ways:
+                way = untried_ways[0]
+                trail.append(way)
+            else:
+                way = opposite[trail.pop()]
+            tried_ways.add(way)
             view = game.move(way)  # type: ignore[arg-type]
         reward = game.get_reward()
         assert reward["goal"] == 1.0 and 0 < reward["short"] <= 0.1 + 1e-9

@@ -28,19 +28,19 @@ CALLS = st.lists(
 )
 
 
-def hermes(calls: list[ToolCall], ascii: bool = True) -> str:
-    texts = [json.dumps({"name": each.name, "arguments": each.arguments}, ensure_ascii=ascii) for each in calls]
+def write_hermes(calls: list[ToolCall], ascii: bool = True) -> str:
+    texts = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=ascii) for call in calls]
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
 
 
-def calls_of(text: str, format: str = "hermes") -> list[ToolCall | MalformedCall]:
+def parse_calls(text: str, format: str = "hermes") -> list[ToolCall | MalformedCall]:
     return parse_tool_calls(text, format, TOOLS).calls
 
 
 @settings(max_examples=40)
 @given(CALLS, st.booleans(), st.sampled_from(["", "Let me see. ", "<think>a {call}</think>\n"]))
 def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], ascii: bool, before: str) -> None:
-    parsed = parse_tool_calls(before + hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
+    parsed = parse_tool_calls(before + write_hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
     assert parsed.calls == calls
     assert parsed.content.removesuffix("<|im_end|>").strip() in ("", "Let me see.")
 
@@ -48,20 +48,20 @@ def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], asci
 @settings(max_examples=40)
 @given(CALLS.filter(bool), st.sampled_from(["", "<|python_tag|>"]), st.sampled_from(["; ", "\n", " "]))
 def test_llama_calls_come_back_as_they_were_written(calls: list[ToolCall], before: str, between: str) -> None:
-    text = before + between.join(json.dumps({"name": each.name, "parameters": each.arguments}) for each in calls)
-    assert calls_of(text + "<|eot_id|>", "llama3") == calls
+    texts = [json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls]
+    assert parse_calls(before + between.join(texts) + "<|eot_id|>", "llama3") == calls
 
 
 @settings(max_examples=40)
 @given(CALLS.filter(bool))
 def test_mistral_calls_come_back_as_they_were_written(calls: list[ToolCall]) -> None:
-    listed = json.dumps([{"name": each.name, "arguments": each.arguments} for each in calls])
-    assert calls_of(f"Well.[TOOL_CALLS]{listed}</s>", "mistral") == calls
+    json_list = json.dumps([{"name": call.name, "arguments": call.arguments} for call in calls])
+    assert parse_calls(f"Well.[TOOL_CALLS]{json_list}</s>", "mistral") == calls
     # vLLM 0.32 leaves the id in the name. mistral-common writes it so from its version 11 of the format on.
-    assert calls_of('[TOOL_CALLS]move[CALL_ID]a1b2c3d4e[ARGS]{"steps": 1}', "mistral") == [
+    assert parse_calls('[TOOL_CALLS]move[CALL_ID]a1b2c3d4e[ARGS]{"steps": 1}', "mistral") == [
         ToolCall("move", {"steps": 1})
     ]
-    assert calls_of('[TOOL_CALLS]move[ARGS]{"steps": 1}[TOOL_CALLS]say{}', "mistral") == [
+    assert parse_calls('[TOOL_CALLS]move[ARGS]{"steps": 1}[TOOL_CALLS]say{}', "mistral") == [
         ToolCall("move", {"steps": 1}),
         ToolCall("say", {}),
     ]
@@ -72,32 +72,32 @@ def test_mistral_calls_come_back_as_they_were_written(calls: list[ToolCall]) -> 
     st.lists(st.sampled_from([*MARKS, "<think>", *'{}[]"', "move", "\n"]), max_size=30),
 )
 def test_no_text_is_an_error_of_the_parser(format: str, parts: list[str]) -> None:
-    for each in calls_of("".join(parts), format):
-        assert isinstance(each, ToolCall) or (each.error and "\n" not in each.error and len(each.error) < 200)
+    for call in parse_calls("".join(parts), format):
+        assert isinstance(call, ToolCall) or (call.error and "\n" not in call.error and len(call.error) < 200)
 
 
 @settings(max_examples=40)
 @given(CALLS.filter(bool), st.data())
 def test_a_truncated_turn_keeps_its_whole_calls_and_invents_none(calls: list[ToolCall], data: st.DataObject) -> None:
-    text = hermes(calls)
-    found = calls_of(text[: data.draw(st.integers(0, len(text)))])
+    text = write_hermes(calls)
+    parsed = parse_calls(text[: data.draw(st.integers(0, len(text)))])
     if "</think>" not in text and text.count("<tool_call>") == len(calls):
-        whole = [each for each in found if isinstance(each, ToolCall)]
-        assert whole == calls[: len(whole)] and len(found) <= len(whole) + 1
+        whole_calls = [call for call in parsed if isinstance(call, ToolCall)]
+        assert whole_calls == calls[: len(whole_calls)] and len(parsed) <= len(whole_calls) + 1
 
 
 def test_a_mark_within_a_string_does_not_end_the_call() -> None:
     code = "print('</tool_call>') # } ] \" <tool_call>"
-    assert calls_of(hermes([ToolCall("say", {"text": code})])) == [ToolCall("say", {"text": code})]
+    assert parse_calls(write_hermes([ToolCall("say", {"text": code})])) == [ToolCall("say", {"text": code})]
 
 
 def test_arguments_may_be_json_within_json() -> None:
     text = '<tool_call>{"name": "move", "arguments": "{\\"steps\\": 2}"}</tool_call>'
-    assert calls_of(text) == [ToolCall("move", {"steps": 2})]
+    assert parse_calls(text) == [ToolCall("move", {"steps": 2})]
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ('{"name": "move", "arguments": {"steps": 1}', "not valid JSON: Expecting ',' delimiter at character 43"),
         ("{name: move}", "Expecting property name"),
@@ -118,10 +118,10 @@ def test_arguments_may_be_json_within_json() -> None:
         ("", "not valid JSON"),
     ],
 )
-def test_a_mistake_is_told_and_the_next_call_counts(body: str, said: str) -> None:
-    good = hermes([ToolCall("move", {"steps": 1})])
-    first, second = calls_of(f"<tool_call>{body}</tool_call>{good}")
-    assert isinstance(first, MalformedCall) and said in first.error
+def test_a_mistake_is_told_and_the_next_call_counts(body: str, message: str) -> None:
+    next_call = write_hermes([ToolCall("move", {"steps": 1})])
+    first, second = parse_calls(f"<tool_call>{body}</tool_call>{next_call}")
+    assert isinstance(first, MalformedCall) and message in first.error
     assert second == ToolCall("move", {"steps": 1})
 
 
@@ -137,25 +137,25 @@ def test_a_mistake_is_told_and_the_next_call_counts(body: str, said: str) -> Non
     ],
 )
 def test_no_format_lets_a_deep_value_through(format: str, text: str, levels: int) -> None:
-    (only,) = calls_of(text.replace("@", "[" * levels + "]" * levels), format)
+    (call,) = parse_calls(text.replace("@", "[" * levels + "]" * levels), format)
     if levels < 900 or format != "qwen3_coder":
-        assert isinstance(only, MalformedCall) and "nested too deep" in only.error and "at most 64 levels" in only.error
+        assert isinstance(call, MalformedCall) and "nested too deep" in call.error and "at most 64 levels" in call.error
     else:  # a value that is no JSON is a text there
-        assert isinstance(only, MalformedCall) or isinstance(only.arguments["path"], str)
+        assert isinstance(call, MalformedCall) or isinstance(call.arguments["path"], str)
 
 
 def test_of_too_many_calls_the_first_are_made_and_the_rest_is_answered_once() -> None:
-    calls = calls_of(hermes([ToolCall("move", {})] * 1000))
+    calls = parse_calls(write_hermes([ToolCall("move", {})] * 1000))
     assert calls[:256] == [ToolCall("move", {})] * 256
     (rest,) = calls[256:]
     assert isinstance(rest, MalformedCall) and rest.error == "one of 1,000 in a turn, and at most 256 are called"
 
 
 def test_what_is_thought_is_not_called() -> None:
-    call = hermes([ToolCall("move", {})])
-    assert calls_of(f"<think>maybe {call}</think>no") == []
-    assert calls_of(f"maybe {call}</think>no") == []
-    assert calls_of(f"<think>maybe {call}") == []
+    call = write_hermes([ToolCall("move", {})])
+    assert parse_calls(f"<think>maybe {call}</think>no") == []
+    assert parse_calls(f"maybe {call}</think>no") == []
+    assert parse_calls(f"<think>maybe {call}") == []
     parsed = parse_tool_calls(f"<think>maybe</think>Now. {call}", "hermes", TOOLS)
     assert parsed.calls == [ToolCall("move", {})] and parsed.content == "Now."
 
@@ -174,12 +174,12 @@ def test_what_is_thought_is_not_called() -> None:
 )
 def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value: str, before: str) -> None:
     expected = [ToolCall("say", {"where": value})]
-    assert calls_of(before + text.replace("@", value), format) == expected
-    assert calls_of(before + text.replace("@", value) + "\nWell.", format) == expected
+    assert parse_calls(before + text.replace("@", value), format) == expected
+    assert parse_calls(before + text.replace("@", value) + "\nWell.", format) == expected
 
 
 @pytest.mark.parametrize(
-    ("format", "text", "said"),
+    ("format", "text", "message"),
     [
         ("hermes", '{"name": "move", "arguments": {"steps": 1}}', "JSON that names move, and no whole call"),
         ("hermes", 'I call {"name": "move"}.', "JSON that names move"),
@@ -193,10 +193,10 @@ def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value
         ("qwen3_coder", "<function=move><parameter=steps>1</parameter>", "without </function>"),
     ],
 )
-def test_a_turn_that_looks_like_a_call_and_is_none_is_a_mistake(format: str, text: str, said: str) -> None:
+def test_a_turn_that_looks_like_a_call_and_is_none_is_a_mistake(format: str, text: str, message: str) -> None:
     for before in ("", "Let me see. ", "<think>hm</think>"):
-        (only,) = calls_of(before + text, format)
-        assert isinstance(only, MalformedCall) and said in only.error
+        (call,) = parse_calls(before + text, format)
+        assert isinstance(call, MalformedCall) and message in call.error
 
 
 @pytest.mark.parametrize("format", sorted(PARSERS))
@@ -204,7 +204,7 @@ def test_a_turn_that_looks_like_a_call_and_is_none_is_a_mistake(format: str, tex
     "text", ["It is 4.", 'Their "name": "Bob".', '{"answer": 3}', "f(x) = {x}", '<think>"name": "move"</think>4', ""]
 )
 def test_an_answer_is_no_call(format: str, text: str) -> None:
-    assert calls_of(text, format) == []
+    assert parse_calls(text, format) == []
 
 
 def test_coder_values_are_read_by_their_schema() -> None:
@@ -216,7 +216,7 @@ def test_coder_values_are_read_by_their_schema() -> None:
     expected = {"where": "12", "steps": 12, "fast": True, "path": [1, 2], "other": "a\nb"}
     parsed = parse_tool_calls(text, "qwen3_coder", TOOLS)
     assert parsed.calls == [ToolCall("move", expected)] and parsed.content == "Off."
-    assert calls_of(
+    assert parse_calls(
         text.replace("12\n</parameter>\n<parameter=fast>", "many\n</parameter>\n<parameter=fast>"), "qwen3_coder"
     )[0] == ToolCall("move", {**expected, "steps": "many"})
 
@@ -226,20 +226,22 @@ def test_coder_values_are_read_by_their_schema() -> None:
     ["<tool_call>move</tool_call>", "<tool_call><function=move>x</function></tool_call>", "<tool_call><function=m"],
 )
 def test_coder_mistakes_are_told(text: str) -> None:
-    (only,) = calls_of(text, "qwen3_coder")
-    assert isinstance(only, MalformedCall)
+    (call,) = parse_calls(text, "qwen3_coder")
+    assert isinstance(call, MalformedCall)
 
 
 @given(CALLS.filter(bool))
 def test_coder_texts_come_back_as_they_were_written(calls: list[ToolCall]) -> None:
-    text, expected = "", []
+    text = ""
+    expected_calls = []
     for call in calls:
-        values = {f"k{index}": str(value) for index, value in enumerate(call.arguments.values())}
-        body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        texts = {f"k{index}": str(argument) for index, argument in enumerate(call.arguments.values())}
+        body = "".join(f"<parameter={key}>\n{argument}\n</parameter>\n" for key, argument in texts.items())
         text += f"<tool_call>\n<function={call.name}>\n{body}</function>\n</tool_call>\n"
-        expected.append(ToolCall(call.name, values))
-    if not any(mark in str(each.arguments) for each in calls for mark in MARKS):
-        assert calls_of(text, "qwen3_coder") == expected
+        expected_calls.append(ToolCall(call.name, texts))
+    all_arguments = str([call.arguments for call in calls])
+    if not any(mark in all_arguments for mark in MARKS):
+        assert parse_calls(text, "qwen3_coder") == expected_calls
 
 
 @pytest.mark.parametrize("format", sorted(PARSERS))
@@ -249,16 +251,16 @@ def test_coder_texts_come_back_as_they_were_written(calls: list[ToolCall]) -> No
 @pytest.mark.parametrize("opening", ["<tool_call><function=move>", "[TOOL_CALLS]"])
 def test_a_turn_that_repeats_itself_is_parsed_in_no_time(format: str, part: str, opening: str) -> None:
     start = time.process_time()
-    calls_of(f"{opening}{part * 10_000}</function>", format)
+    parse_calls(f"{opening}{part * 10_000}</function>", format)
     assert time.process_time() - start < 20
 
 
 def test_llama_text_without_a_call_is_text() -> None:
     for text in ("Hello.", '{"a": 1}'):
         assert parse_tool_calls(text, "llama3", TOOLS).content == text
-        assert calls_of(text, "llama3") == []
-    (only,) = calls_of('<|python_tag|>print("x")', "llama3")
-    assert isinstance(only, MalformedCall)
+        assert parse_calls(text, "llama3") == []
+    (call,) = parse_calls('<|python_tag|>print("x")', "llama3")
+    assert isinstance(call, MalformedCall)
 
 
 @pytest.mark.parametrize(

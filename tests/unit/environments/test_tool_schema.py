@@ -36,7 +36,7 @@ class Tools:
     def nothing(self) -> None:
         """Take nothing."""
 
-    def unhinted(self):  # type: ignore[no-untyped-def]
+    def without_hint(self):  # type: ignore[no-untyped-def]
         """Return nothing that is known."""
 
     async def waits(self, seconds: float) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Tools:
         return x
 
 
-TOOLS = [Tools.plain, Tools.nothing, Tools.unhinted, Tools.waits, Tools.wide, Tools.of_class, Tools().plain]
+TOOLS = [Tools.plain, Tools.nothing, Tools.without_hint, Tools.waits, Tools.wide, Tools.of_class, Tools().plain]
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__qualname__)
@@ -207,7 +207,7 @@ def unknown_hint(x: "Nowhere") -> None:  # type: ignore[name-defined] # noqa: F8
 
 
 @pytest.mark.parametrize(
-    ("tool", "said"),
+    ("tool", "message"),
     [
         (no_doc, "no docstring"),
         (no_hint, "parameter x has no type hint"),
@@ -219,7 +219,7 @@ def unknown_hint(x: "Nowhere") -> None:  # type: ignore[name-defined] # noqa: F8
         (unknown_hint, "cannot be read: NameError: name 'Nowhere' is not defined"),
     ],
 )
-def test_a_mistake_has_a_line_that_names_the_parameter(tool: Callable[..., Any], said: str) -> None:
+def test_a_mistake_has_a_line_that_names_the_parameter(tool: Callable[..., Any], message: str) -> None:
     with pytest.raises(SchemaError) as error:
         tool_schema(tool)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

@@ -11,22 +11,22 @@ from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, Too
 from rlctl.environments.tool_formats import ToolCall
 from rlctl.utils.user_code import place_of
 
-FILE = Path(__file__).parent / "trl_style/counter.py"
+COUNTER = Path(__file__).parent / "trl_style/counter.py"
 ECHO = Path(__file__).parent / "trl_style/echo.py"
-REWARDS = tuple(f"{ECHO}:{name}" for name in ("reward_func", "said_and_wanted", "plain"))
+REWARDS = tuple(f"{ECHO}:{name}" for name in ("reward_func", "is_expected_text", "plain"))
 SPECS = {
     "echo": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=REWARDS),
     "batch": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=(f"{ECHO}:batch",)),
     "state": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=(f"{ECHO}:needs_state",)),
-    "self_sampling": EnvironmentSpec(f"{FILE}:SelfSampling", 30.0),
-    "row": EnvironmentSpec(f"{FILE}:FromRow", 30.0),
+    "self_sampling": EnvironmentSpec(f"{COUNTER}:SelfSampling", 30.0),
+    "row": EnvironmentSpec(f"{COUNTER}:FromRow", 30.0),
 }
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvironmentPool]:
-    with EnvironmentPool(SPECS, memory_mib=1024, processes=1) as started:
-        yield started
+    with EnvironmentPool(SPECS, memory_mib=1024, processes=1) as pool:
+        yield pool
 
 
 def test_its_methods_are_tools_with_schemas(pool: EnvironmentPool) -> None:
@@ -52,7 +52,7 @@ def test_tools_answer_and_errors_go_to_the_model(pool: EnvironmentPool) -> None:
         ToolResult("peek", f"The counter is {target}.", failed=False),
         ToolResult("increment", str(target), failed=False),
         ToolResult(
-            "increment", "Error: Game over.", failed=True, raised=f"raised ValueError at {place_of(str(FILE), 31)}"
+            "increment", "Error: Game over.", failed=True, raised=f"raised ValueError at {place_of(str(COUNTER), 31)}"
         ),
     ]
     assert pool.reward("played").result() == 1.0
@@ -65,9 +65,13 @@ def test_a_row_brings_the_task_and_chooses_the_environment(pool: EnvironmentPool
     assert pool.reward("row").result() == 0.0
 
 
-def said(wanted: str | None) -> dict[str, Any]:
-    prompts, completions = [{"role": "user", "content": "Echo."}], [{"role": "assistant", "content": "done"}]
-    return {"wanted": wanted, "prompts": prompts, "completions": completions}
+def make_columns(expected_text: str | None) -> dict[str, Any]:
+    """Return the arguments of reward functions for a rollout whose completion is `done`."""
+    return {
+        "expected_text": expected_text,
+        "prompts": [{"role": "user", "content": "Echo."}],
+        "completions": [{"role": "assistant", "content": "done"}],
+    }
 
 
 def test_a_documented_step_is_a_tool_and_reward_functions_get_the_instance(pool: EnvironmentPool) -> None:
@@ -76,25 +80,27 @@ def test_a_documented_step_is_a_tool_and_reward_functions_get_the_instance(pool:
     # `plain` needs no instance.
     assert contract.rewards == list(REWARDS[:2]) and contract.has_reward
     assert [note.partition(":")[0] for note in contract.notes] == ["step is a tool"]
-    for wanted, value in (("done", 1.0), ("other", 0.0), (None, None)):
-        assert pool.reset(wanted, {"environment": "echo", "prompt": "Echo."}, seed=0).result() is None
-        assert pool.call(wanted, [ToolCall("step", {"message": "hello"})]).result() == [
-            ToolResult("step", "hello", False)
-        ]
-        rewards = {REWARDS[0]: 0.5} | ({} if value is None else {REWARDS[1]: value})
-        assert pool.reward(wanted, said(wanted)).result() == rewards
+    for expected_text, reward in (("done", 1.0), ("other", 0.0), (None, None)):
+        episode = expected_text
+        assert pool.reset(episode, {"environment": "echo", "prompt": "Echo."}, seed=0).result() is None
+        results = pool.call(episode, [ToolCall("step", {"message": "hello"})]).result()
+        assert results == [ToolResult("step", "hello", False)]
+        rewards = {REWARDS[0]: 0.5}
+        if reward is not None:
+            rewards[REWARDS[1]] = reward
+        assert pool.reward(episode, make_columns(expected_text)).result() == rewards
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ("batch", "returned 2 values for 1 rollout at "),
         ("state", "no value for its parameter trainer_state at "),
     ],
 )
 def test_a_reward_function_that_needs_more_than_one_rollout_says_so(
-    pool: EnvironmentPool, environment: str, told: str
+    pool: EnvironmentPool, environment: str, message: str
 ) -> None:
     pool.reset(environment, {"environment": environment}, seed=0).result()
-    failure = pool.reward(environment, said("done")).result()
-    assert isinstance(failure, EnvironmentFailure) and failure.kind == "contract" and told in failure.detail
+    failure = pool.reward(environment, make_columns("done")).result()
+    assert isinstance(failure, EnvironmentFailure) and failure.kind == "contract" and message in failure.detail

@@ -418,13 +418,13 @@ def test_a_reward_by_the_names_of_its_parameters_gets_lists_of_one() -> None:
 
 def test_a_reward_that_takes_environments_has_the_value_that_its_environment_gave_times_its_weight() -> None:
     reward_input = RewardInput("Echo.", "done", None, {})
-    sections = [make_echo_section("reward_func", 0.5), make_echo_section("said_and_wanted")]
+    sections = [make_echo_section("reward_func", 0.5), make_echo_section("is_expected_text")]
     with Scorer(sections, episodes=True) as scorer:
         assert scorer.try_on_sample(reward_input).value is None
         episode_rewards: list[dict[str, float]] = [{sections[0].name: 0.8, "won": 1.0}, {"won": 0.0}, {}]
         scores = scorer.score([reward_input] * 3, episode_rewards)
     assert [score.value for score in scores] == [1.4, 0.0, None]
-    assert scores[0].parts == {"reward_func": 0.8, "said_and_wanted": None, "won": 1.0}
+    assert scores[0].parts == {"reward_func": 0.8, "is_expected_text": None, "won": 1.0}
     assert scores[2].failed == "reward_func: no reward judges it: each returned None"
     with Scorer(sections) as scorer, pytest.raises(RewardError, match="takes environments, and there is no episode"):
         scorer.try_on_sample(reward_input)

@@ -30,7 +30,7 @@ from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import PlayedEpisode, Rollout
 from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import tokenizer
-from tests.unit.environments.test_rollout_function import Here
+from tests.unit.environments.test_rollout_function import LocalCall
 from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, begin, go_on, start, stop
 from tests.virtual_events import VirtualEvents
 
@@ -229,17 +229,17 @@ class Coroutine:
         self.function = function
 
     def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
-        self.process = Here(self.function)
-        return self._read_message(self.process.act(BeginFunction("rollout", task, seed)))
+        self.call = LocalCall(self.function)
+        return self._read_message(self.call.submit(BeginFunction("rollout", task, seed)))
 
     def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
-        return self._read_message(self.process.act(ResumeFunction(answers)))
+        return self._read_message(self.call.submit(ResumeFunction(answers)))
 
     def check(self) -> None:
         """Nothing goes wrong in this process."""
 
     def close(self, episode: RolloutId) -> None:
-        self.process.act(CloseEpisode())
+        self.call.submit(CloseEpisode())
 
     def _read_message(self, action: "Future[Any]") -> "Future[Any]":
         future: Future[Any] = Future()

@@ -46,7 +46,8 @@ class FromRow:
     """Reads its task from the columns of the data set."""
 
     def reset(self, target, **kwargs) -> None:
-        self.counter, self.target = 0, target
+        self.counter = 0
+        self.target = target
 
     async def get_reward(self) -> float:
         return float(self.counter == self.target)

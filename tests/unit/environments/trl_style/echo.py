@@ -29,10 +29,10 @@ def reward_func(environments, **kwargs) -> list[float]:
     return [env.reward for env in environments]
 
 
-async def said_and_wanted(environments, prompts, completions, wanted) -> list[float | None]:
-    if wanted == [None]:
+async def is_expected_text(environments, prompts, completions, expected_text) -> list[float | None]:
+    if expected_text == [None]:
         return [None]
-    return [float(completions[0][-1]["content"] == wanted[0] and prompts[0][0]["role"] == "user")]
+    return [float(completions[0][-1]["content"] == expected_text[0] and prompts[0][0]["role"] == "user")]
 
 
 def batch(environments, **kwargs) -> list[float]:
