@@ -71,7 +71,8 @@ def test_every_field_has_a_default_or_must_be_set(kind: str) -> None:
     sections = {key.rpartition(".")[0] for key in keys}
     expected_keys = {key for key in keys - sections if ".N" not in key}
     # A config has the keys of only one name in each named section. The test above has them all.
-    prefixes = tuple(f"{section}." for section in [*NAMED_SECTIONS, *OPTIONAL_SECTIONS])
+    optional_sections = [*NAMED_SECTIONS, *OPTIONAL_SECTIONS]
+    prefixes = tuple(f"{section}." for section in optional_sections)
     assert {key for key in expected_keys - default_keys if not key.startswith(prefixes)} == set()
 
 
