@@ -1,6 +1,7 @@
 """Whole runs whose rollouts a function of the user's plays: the example of the page, and a run that is killed."""
 
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,11 @@ def test_the_example_trains_what_it_sampled_and_a_killed_run_goes_on_bit_for_bit
         assert step["mismatch/token_mult_prob_error"] < 1.001
         assert (step["environment/turns"], step["environment/rows"], step["environment/failed"]) == (3, 2, 0)
         assert {"reward/agreement/mean", "reward/length/mean"} <= step.keys()
-    for record in read(unhurt.path / "rollouts.jsonl"):
-        if record["kind"] == "group":
-            for rollout in record["rollouts"]:
-                assert rollout["episode"]["ending"] == "done"
-                assert sum(sampled for _, sampled in rollout["text"]) >= 2
+    groups = [record for record in read(unhurt.path / "rollouts.jsonl") if record["kind"] == "group"]
+    assert groups
+    for rollout in chain.from_iterable(group["rollouts"] for group in groups):
+        assert rollout["episode"]["ending"] == "done"
+        assert sum(sampled for _, sampled in rollout["text"]) >= 2
     killed = Run(folder, "killed", *SETTINGS)
     killed.wait_for_step(2)
     killed.kill()
