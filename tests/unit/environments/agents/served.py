@@ -10,7 +10,7 @@ from typing import Any
 from rlctl.data.chat import Chat
 from rlctl.environments.agents.agent_session import AgentSession
 from rlctl.environments.agents.endpoint import Endpoint
-from rlctl.environments.messages import AgentTurn
+from rlctl.environments.messages import AgentAsk, AgentTurn
 
 # ChatML with tools and their calls.
 TOOLED = (
@@ -57,7 +57,7 @@ class Served:
     sampled: dict[int, list[int]] = field(default_factory=dict)
     # Number of these tokens that the agent got, by the number of the request.
     kept_lengths: dict[int, int] = field(default_factory=dict)
-    asks: list[dict[str, Any]] = field(default_factory=list)
+    asks: list[AgentAsk] = field(default_factory=list)
     has_requests: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
