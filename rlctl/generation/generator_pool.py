@@ -1,7 +1,7 @@
-"""The generator: a pool of engines at one weight version. It replaces an engine that dies.
+"""The generator: a pool of engines at one weight version, which replaces engines that die.
 
-An engine that dies or hangs is rebuilt at the trainer's version. One whose node is gone is not: the pool goes on with
-the others. An error that two engines raise before any token is no accident, and ends the run.
+An engine that dies or hangs is rebuilt at the trainer's version. An engine whose node is gone is not rebuilt: the pool
+continues with the others. The same error from two engines that have sampled no token ends the run.
 """
 
 import re
@@ -27,21 +27,21 @@ from rlctl.workers.waits import Waits
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Calls of an engine that may run at the same time: collecting, submitting, a refit, memory, an abort.
+# Threads of an engine's actor, one for each call that may run at the same time: collect, submit, refit, memory, abort.
 _THREADS = 6
-# Interval at which a start-up asks whether its node still lives.
+# Seconds between two checks, while an engine starts, that its node is still alive.
 _SLICE_S = 5.0
 
 
 @dataclass(frozen=True)
 class EngineSlot:
-    """Place of an engine."""
+    """Place in which an engine runs, kept when the engine is replaced."""
 
-    # Variables of its process.
+    # Environment variables of the engine's process.
     environment: dict[str, str]
-    # None: there is only one.
+    # Node of the engine; None: the cluster has only one node.
     node: NodeLease | None = None
-    # Explains waits, as in `WorkerSpec`.
+    # Explains why a call of the engine waits, see `WorkerSpec`.
     waits: Waits | None = None
 
 
@@ -58,22 +58,22 @@ class GeneratorPool:
         self._max_restarts = max_restarts
         self._emit = emit
         self._restarts_left = max_restarts
-        # Errors that engines raised before any token, without their numbers.
+        # Errors that engines raised before they sampled any token, with digits replaced by #.
         self._early: set[str] = set()
         self.version = spec.version
         self.asleep = False
-        # None where engines keep the weights that they are built with.
+        # None if the engines keep the weights that they were built with.
         self._refit: Refit | RefitByNode | None = None
-        # By slot; None where an engine is gone with its node.
+        # Engine in each slot; None if its node is gone.
         self.slots: list[Worker | None] = [self._start_engine(index) for index in range(len(slots))]
 
     @property
     def engines(self) -> list[Worker]:
-        """Engines that are not gone."""
+        """Engines whose nodes are not gone, in the order of their slots."""
         return [worker for worker in self.slots if worker]
 
     def wait_until_built(self) -> None:
-        """Wait until every engine is built, and warn of their notes once. Raises the error of a construction."""
+        """Wait until every engine is built; emit each distinct note once. Raises the error of a failed construction."""
         for engine in self.engines:
             engine.built().wait(self._deadline_s)
         for note in dict.fromkeys(chain.from_iterable(self.call(Engine.notes))):
@@ -85,16 +85,16 @@ class GeneratorPool:
         return self._spec.dtype
 
     def ends(self) -> list[EngineEnd]:
-        """Return the engines as a refit sees them."""
+        """Return the engines in the form that a refit needs."""
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
     def connect(self, refit: Refit | RefitByNode) -> None:
-        """Open `refit` to every engine and own it from now on. Emit how each engine takes weights in."""
+        """Open `refit` to every engine, and use it for all later refits. Emit how each engine receives weights."""
         self._refit = refit
         try:
             choices = refit.open(self.ends())
         except EnginesLost as error:
-            # No engine has a version to save yet. The engine that failed has the reason.
+            # No engine has sampled anything yet, so that nothing is lost: raise the reason of the engine that failed.
             raise next(iter(error.reasons.values())) from error
         names: dict[LoadMode, list[str]] = {}
         for engine, choice in zip(self.engines, choices):
@@ -103,10 +103,11 @@ class GeneratorPool:
             self._emit("refit_opened", engines=engine_names, transport=refit.options.kind, **vars(choice))
 
     def sync(self, version: int, checks: Checks | None = None) -> RefitReport:
-        """Bring every engine to the trainer's `version`, and rebuild those that are lost meanwhile.
+        """Bring every engine to the trainer's `version`, and rebuild engines that are lost meanwhile.
 
-        Where engines sleep, the trainer rests first and engines are awake afterwards. checks: replace the run's checks.
-        Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
+        If the engines sleep, the trainer frees its memory first, and the engines are awake afterwards. checks: used
+        instead of the run's checks. Call it, like every method that replaces engines, only while the trainer is at
+        `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and the error of a trainer.
         """
         refit = self._open_refit
@@ -134,7 +135,7 @@ class GeneratorPool:
         return replace(report, rest=rest_seconds, wake=wake_seconds)
 
     def _wake(self, part: MemoryPart) -> float:
-        """Have engines take a part of their memory back; return the seconds that took."""
+        """Have all engines allocate a part of their memory again; return the seconds."""
         begin = time.perf_counter()
         self.call(Engine.wake, part)
         return time.perf_counter() - begin
@@ -147,7 +148,7 @@ class GeneratorPool:
 
     @property
     def plan(self) -> RefitPlan:
-        """Refit plan that trainer and engines agreed on."""
+        """Refit plan that trainer and engines use."""
         return self._open_refit.plan
 
     @property
@@ -156,10 +157,10 @@ class GeneratorPool:
         return self._spec.max_num_seqs
 
     def replace(self, lost: dict[int, Exception], early: Collection[int] = ()) -> None:
-        """Rebuild lost engines (slot to the reason of its loss) at the pool's version, which the trainer still has.
+        """Rebuild lost engines at the pool's version, which the trainer must still have. lost: slot -> reason.
 
         early: slots of engines that have sampled no token. Raises RuntimeError when `generation.max_restarts` are used
-        up, and EngineUnusable for an error that an engine before it raised too, both before any token.
+        up, and EngineUnusable if two engines raised the same error before any token.
         """
         for index, reason in lost.items():
             if index in early and isinstance(reason, WorkerError):
@@ -169,11 +170,11 @@ class GeneratorPool:
 
     @property
     def sleeps(self) -> bool:
-        """True if engines share GPUs with the trainer (colocated), in turns."""
+        """True if engines share GPUs with the trainer (colocated) and sleep while it works."""
         return self._spec.sleeps
 
     def rest(self) -> None:
-        """Give the devices' memory to the trainer until the next refit."""
+        """Have all engines sleep until the next refit: their device memory is free for the trainer."""
         self.call(Engine.sleep)
         self.asleep = True
 
@@ -185,7 +186,7 @@ class GeneratorPool:
     def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Make one control call (`sleep`, `wake`, `memory`) on every engine; return the answers of live engines.
 
-        The next sampling or weight change detects an engine that is gone, and replaces it.
+        An engine that died is skipped here. The next sampling or weight change detects and replaces it.
         """
         answers = []
         pending_calls = [engine.start(method, *args, **kwargs) for engine in self.engines]
@@ -195,7 +196,7 @@ class GeneratorPool:
         return answers
 
     def forget_gone(self) -> None:
-        """Renumber the engines without those that are gone."""
+        """Remove the slots of engines whose nodes are gone, and renumber the others."""
         live = self._live
         self._slots = [self._slots[index] for index in live]
         self.slots = [self.slots[index] for index in live]
@@ -224,10 +225,10 @@ class GeneratorPool:
         return Worker(spec)
 
     def _refuse_repeated_error(self, index: int, error: WorkerError) -> None:
-        """Raise EngineUnusable for an early error that an engine before this one raised too."""
+        """Raise EngineUnusable if an earlier engine raised the same error before it had sampled a token."""
         failure = error.failures[0]
         text = f"{failure.type}: {failure.text}"
-        # Addresses, ids and sizes differ between two failures of one kind.
+        # Two failures of one kind differ in addresses, ids and sizes.
         kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
         if kind in self._early:
             self._emit("engine_lost", engine=index, reason=str(error))
@@ -246,11 +247,12 @@ class GeneratorPool:
         self._restarts_left -= 1
 
     def _rebuild(self, lost: Sequence[int], version: int, behind: Sequence[int] = ()) -> list[int]:
-        """Start new engines in the `lost` slots, bring them and those `behind` to `version`; return the rebuilt slots.
+        """Start new engines in the `lost` slots; bring these engines and those in the slots `behind` to `version`.
+        Return the rebuilt slots.
 
-        behind: slots whose engines are sound but missed the version. They get it at once and go on, while the new ones
-        start. An engine that is lost on the way is rebuilt too, until all are at `version`. An engine whose node is
-        gone is left out from now on. Raises NoEngineLeft if no engine remains, and RuntimeError when
+        behind: slots of intact engines that missed the version. They get the version at once and continue, while the
+        new engines start. An engine that is lost meanwhile is rebuilt too, until all are at `version`. An engine whose
+        node is gone is left out from now on. Raises NoEngineLeft if no engine remains, and RuntimeError when
         `generation.max_restarts` are used up.
         """
         begin = time.monotonic()
@@ -260,7 +262,7 @@ class GeneratorPool:
             starting.update(self._restart(lost))
             ends = {index: EngineEnd(worker, self._spec.tensor_parallel_size) for index, worker in self._alive()}
             behind = [index for index in behind if index in ends]
-            # Slots of the engines that the refit is called with: its errors count places among these.
+            # Slots of the engines passed to the refit. `EnginesLost` names engines by their places in this list.
             called = behind
             try:
                 if self._refit and behind and starting:
@@ -277,8 +279,8 @@ class GeneratorPool:
                     self._refit.resend(called_ends, fresh_ends, late_ends, version)
                 break
             except EnginesLost as error:
-                # An intact engine missed the version because another engine failed: it tries again. If all are intact,
-                # they are at fault themselves.
+                # An intact engine missed the version because another engine failed: it is sent the version again. If
+                # all failed engines are intact, no other engine is the cause: all are rebuilt.
                 broken = [place for place in error.reasons if place not in error.intact] or list(error.reasons)
                 for place in broken:
                     self._count_loss(called[place], error.reasons[place])
@@ -295,8 +297,8 @@ class GeneratorPool:
         return [(index, worker) for index, worker in enumerate(self.slots) if worker]
 
     def _restart(self, lost: Sequence[int]) -> list[int]:
-        """Start new engines in the `lost` slots; return the slots, with those whose nodes are gone."""
-        # The node of a lost engine may have held other engines, whose loss nobody has noticed yet.
+        """Start new engines in the `lost` slots, except where the node is gone. Return all slots with a lost engine."""
+        # The lost node may have held other engines, whose loss was not noticed yet.
         without_node = [index for index, worker in self._alive() if worker.lost_its_node]
         lost = sorted({*lost, *without_node})
         for index in lost:
@@ -306,7 +308,7 @@ class GeneratorPool:
         return lost
 
     def _wait_for(self, starting: Collection[int]) -> list[int]:
-        """Wait until restarted engines are built; return their slots. Raises NoEngineLeft."""
+        """Wait until restarted engines are built; return their slots. Raises NoEngineLeft if the pool has no engine."""
         fresh = [index for index in sorted(starting) if self._wait_until_restarted(index)]
         for index in sorted({*starting} - {*fresh}):
             self.slots[index] = None
@@ -319,7 +321,7 @@ class GeneratorPool:
         return fresh
 
     def _wait_until_restarted(self, index: int) -> bool:
-        """Return True once a restarted engine is built, False if its node is gone meanwhile."""
+        """Wait until a restarted engine is built; return False if its node is gone meanwhile."""
         worker = self.slots[index]
         end = time.monotonic() + self._deadline_s
         if worker is None:

@@ -1,4 +1,4 @@
-"""Requests to an engine and its answers: tokens both ways, never text.
+"""Requests to an engine and its answers. Both hold tokens, never text.
 
 A request is one turn of one rollout. Answers travel between processes as columns (`PackedCompletions`), not as
 thousands of small arrays.
@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 # parity: trainer and engine are compared, so the engine samples from the whole distribution, without top_p and top_k.
 Purpose = Literal["train", "validation", "parity"]
-# Streams of seeds that must not share draws; a resampled group has a separate one.
+# Number of the seed stream of each purpose, so that no two purposes share seeds; a resampled group has another stream.
 _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
 _RESAMPLED = 3
 
@@ -28,16 +28,16 @@ class RolloutId:
     purpose: Purpose
     # Id of the task's draw.
     task: str
-    # Number of the group: of the task's draw in training, else of the step and the task's place in its list.
+    # Number of the group. In training: the number of the task's draw. Else: step * groups_per_step + place of the task.
     group: int
-    # Place in the group.
+    # Place of the rollout in its group.
     index: int
-    # Number of times that the group was resampled on purpose.
+    # Number of times that the group was resampled on purpose, not because an engine was lost.
     attempt: int = 0
 
     @property
     def siblings(self) -> tuple[Purpose, int, int]:
-        """Key that the rollouts of a group share."""
+        """Key that is equal for all rollouts of a group."""
         return self.purpose, self.group, self.attempt
 
 
@@ -49,13 +49,13 @@ class RequestId:
     turn: int = 0
 
     def __str__(self) -> str:
-        """Name the request where vLLM wants a string: `train-12.0#3@0`. A rollout's turns differ after the @."""
+        """Return the id as a string for vLLM, such as `train-12.0#3@0`: purpose, group, attempt, index, turn."""
         rollout = self.rollout
         return f"{rollout.purpose}-{rollout.group}.{rollout.attempt}#{rollout.index}@{self.turn}"
 
 
 def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int:
-    """Return the seed of a rollout, so that a resume samples the same; below 2^31.
+    """Return the seed of a rollout, below 2^31. It is the same after a resume.
 
     Group number g belongs to step g // groups_per_step. The rollouts of a group have consecutive seeds.
     """
@@ -65,7 +65,7 @@ def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a rollout's turn: the first one's is the rollout's own, `seed`; below 2^31."""
+    """Return the seed of a rollout's turn, below 2^31. seed: the rollout's seed, which turn 0 uses unchanged."""
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint32)[0] >> 2) if turn else seed
 
 
@@ -77,8 +77,8 @@ def _group_seeds(run_seed: int, stream: int, step: int, count: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """One turn to sample. Temperature 0 is greedy; else the turn is a function of its seed alone; other requests do not
-    change it.
+    """One turn to sample. Temperature 0 is greedy. Otherwise the sampled tokens depend on the seed and the weights, not
+    on other requests.
     """
 
     id: RequestId
@@ -86,7 +86,7 @@ class TurnRequest:
     max_new_tokens: int
     temperature: float
     seed: int
-    # Tokens that end this turn, besides those that end every turn.
+    # Tokens that end this turn, besides `EngineSpec.stop_token_ids`, which end every turn.
     stops: tuple[int, ...] = ()
 
 
@@ -94,9 +94,9 @@ class TurnRequest:
 class Completion:
     """One sampled turn of n tokens."""
 
-    # int32 [n], the stop token included.
+    # int32 [n], including the stop token.
     tokens: NDArray[np.int32]
-    # float32 [n], of the distribution that was sampled from (after temperature, top-k, top-p).
+    # float32 [n], log-probs under the distribution that was sampled from (after temperature, top-k, top-p).
     log_probs: NDArray[np.float32]
     # int32 [n], the weight version that sampled each token.
     versions: NDArray[np.int32]
@@ -110,18 +110,19 @@ class Completion:
 
 
 def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray[np.int32]:
-    """Return the weight version of each of `length` tokens. stretches: (first token, version), ascending."""
+    """Return the weight version of each of `length` tokens, int32. stretches: (index of the first token with this
+    version, version), ascending."""
     starts = [min(start, length) for start, _ in stretches] + [length]
     return np.repeat(np.array([version for _, version in stretches], np.int32), np.diff(starts))
 
 
 @dataclass(frozen=True)
 class PackedCompletions:
-    """Completions as columns, one a kind of value."""
+    """Completions as columns: one array for each kind of value."""
 
-    # int32 [completions], tokens of each.
+    # int32 [completions], number of tokens of each completion.
     lengths: NDArray[np.int32]
-    # Each [sum of lengths], as in `Completion`.
+    # Columns of shape [sum of lengths], with the dtypes of `Completion`.
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""Recipe of an engine: plain data that travels to its process; the kinds of engines by name."""
+"""Specification of an engine, plain data that travels to the engine's process; and the kinds of engines by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +19,12 @@ from rlctl.utils.user_code import load_object
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Answers of drawn lengths, log-normal: those of random weights say nothing about the lengths of real answers."""
+    """Log-normal lengths that answers are forced to have. For benchmarks with random weights, whose answers would not
+    have realistic lengths."""
 
-    # Tokens, of the distribution before it is cut.
+    # Mean number of tokens, before lengths are clipped to the limit.
     mean: float
-    # Standard deviation of its logarithm.
+    # Standard deviation of the logarithm of the length.
     sigma: float
 
     def draw(self, seed: int, limit: int) -> int:
@@ -35,11 +36,12 @@ class ForcedLengths:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. A kind passes over fields that it has no use for, unless answers depend on them (see `Engine`)."""
+    """Specification of one engine. A kind may ignore fields that it does not need, except those that change answers
+    (see `Engine`)."""
 
-    # `generation.engine.name`.
+    # Name of the kind, from `generation.engine.name`.
     kind: str
-    # The kind's keys: fields of `EngineKind.options`.
+    # Values of the kind's own keys, the fields of `EngineKind.options`.
     options: Mapping[str, Any]
     model_path: str
     # float32 or bfloat16.
@@ -49,55 +51,56 @@ class EngineSpec:
     tensor_parallel_size: int
     max_num_seqs: int
     gpu_memory_utilization: float
-    # Key-value cache of each device. None: the memory that `gpu_memory_utilization` leaves, as vLLM measures it.
+    # Size of the key-value cache on each device, MiB. None: all that `gpu_memory_utilization` leaves, as vLLM measures.
     kv_cache_mib: int | None
-    # Cuts of the distribution. Greedy and parity requests have none.
+    # Truncation of the distribution. Greedy and parity requests ignore both.
     top_p: float
     top_k: int
-    # Tokens that end an answer, and are kept in it.
+    # Tokens that end an answer. The answer includes the token.
     stop_token_ids: tuple[int, ...]
-    # Engines share the trainer's devices and free their memory while it works.
+    # True if the engine shares the trainer's devices, and frees its memory while the trainer works.
     sleeps: bool
     seed: int
-    # "auto" reads the folder's weights; "dummy" draws others, and needs none on disk.
+    # "auto" reads the weights in `model_path`; "dummy" uses random weights, and needs none on disk.
     load_format: str
-    # Requests reuse keys and values of a prefix that another one computed.
+    # True if requests reuse the keys and values of a prefix that another request computed.
     prefix_caching: bool
-    # A change of weights puts the keys and values of before out of new requests' reach.
+    # True if new requests cannot use keys and values that were cached before a change of weights.
     reset_prefix_cache: bool
-    # Running requests recompute keys and values after a change of weights.
+    # True if running requests recompute their keys and values after a change of weights.
     recompute_kv_cache: bool
-    # Answers end by these instead of stop tokens.
+    # Answers end at these lengths instead of at stop tokens; None: at stop tokens.
     forced_lengths: ForcedLengths | None
-    # Version of the weights in `model_path`; -1 where a refit brings the first.
+    # Version of the weights in `model_path`; -1 if a refit brings the first version.
     version: int = -1
-    # Adapters of the weights of `model_path`, which stay as they are: a refit brings A and B alone. Before the
-    # first they add nothing.
+    # LoRA adapters on the weights of `model_path`. The weights do not change: a refit only brings A and B. Before the
+    # first refit, A and B are zero.
     adapters: AdapterSpec | None = None
-    # PEFT's folder of the first adapters, where no refit brings them.
+    # PEFT folder from which A and B are loaded; None if a refit brings them.
     adapter_folder: str | None = None
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of an engine that adds no key."""
+    """Options of a kind of engine that adds no keys."""
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """A kind of engine: how its processes are made."""
+    """A kind of engine: how an engine and the environment of its process are made."""
 
-    # Builds an engine, in its process.
+    # Builds an engine; called in the engine's process.
     make: Callable[[EngineSpec], Engine]
-    # Returns the environment variables of its process, set before anything imports torch. The arguments are the device
-    # ("cpu" or "cuda"), its own GPUs, and other GPUs of the node, whose memory it reads in a refit.
+    # Returns the environment variables of the engine's process, set before anything imports torch. Arguments: the
+    # device ("cpu" or "cuda"), the engine's GPUs, and the node's other GPUs whose memory the engine reads in a refit.
     environment: Callable[[str, Sequence[str], Sequence[str]], dict[str, str]]
-    # Dataclass of the keys that it adds. Those of a user's engine have their defaults there.
+    # Dataclass of the keys that the kind adds to `generation.engine`. A user's engine sets their defaults there.
     options: type[Any] = NoOptions
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Return the kind that `generation.engine` names. Raises the import's errors, AttributeError, or TypeError."""
+    """Return the kind that `generation.engine` names. Raises the error of the import, AttributeError if the module has
+    no such name, and TypeError if the object is no EngineKind."""
     kind = load_object(ENGINES.get(name, name))
     if not isinstance(kind, EngineKind):
         raise TypeError(f"{name} is no EngineKind, but {type(kind).__name__}")
@@ -105,7 +108,7 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def engine_options(section: EngineSection, device: Device) -> Mapping[str, Any]:
-    """Return the values of the keys that an engine adds. Raises ConfigError for a wrong key."""
+    """Return the values of the keys that the engine's kind adds. Raises ConfigError for a wrong key."""
     if not isinstance(section, UserEngineSection):
         return engine_rules(section).options(section, device)
     options = engine_kind(section.name).options
@@ -114,5 +117,6 @@ def engine_options(section: EngineSection, device: Device) -> Mapping[str, Any]:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Build an engine, in its process. Its kind travels as a name: no other process imports a user's file."""
+    """Build an engine; called in its process. The kind travels as a name, so that only this process imports a user's
+    file."""
     return engine_kind(spec.kind).make(spec)

@@ -1,10 +1,10 @@
-r"""Requests that an engine is sampling, one record each, from `submit` until `collect` hands them out.
+r"""Requests in flight in an engine: one record for each, from `submit` until `collect` returns its answer.
 
     submit -> RUNNING -- last token ------> DONE ---- collect --> gone
                  |  \--- engine poisoned -> FAILED -- collect raises --> gone
                  \------ abort -----------------------------------> gone
 
-Pure bookkeeping but for the lock: the engine's thread changes records, a caller's thread waits for finished ones.
+Only bookkeeping and a lock: the engine's thread changes records, and a caller's thread waits for finished ones.
 """
 
 import threading
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
 from rlctl.generation.requests import Completion, RequestId, TurnRequest, token_versions
 
-# Answers gather while this many requests per answer wait in the engine.
+# `collect` waits for further answers only while at least this many requests per finished answer wait in the engine.
 _WAITING_PER_ANSWER = 2
-# Steps before a change of weights whose gaps are the ordinary ones.
+# Number of steps before a change of weights over which the ordinary gap between two steps is measured.
 _ORDINARY_STEPS = 64
 
 
@@ -40,10 +40,10 @@ def after_step(stats: EngineStats, seconds: float, sequences: int, cache: Any) -
 
 
 def stall(steps: list[float], begin: float, end: float) -> float:
-    """Return the cost of a change of weights in [begin, end] for running requests: seconds of the longest gap between
-    two steps that touches it, beyond the median gap before it.
+    """Return the seconds that a change of weights in [begin, end] delayed running requests: the longest gap between two
+    steps that overlaps [begin, end], minus the ordinary gap.
 
-    steps: ascending times; 0 where nothing was sampled before or after.
+    steps: ascending times of steps. Returns 0 if no step came before, or none after.
     """
     gaps = [later - earlier for earlier, later in pairwise(steps) if later > begin and earlier < end]
     ordinary = ordinary_gap(steps, begin)
@@ -51,7 +51,7 @@ def stall(steps: list[float], begin: float, end: float) -> float:
 
 
 def ordinary_gap(steps: list[float], begin: float) -> float:
-    """Return the median gap between two steps before `begin`; 0 where nothing was sampled."""
+    """Return the median gap between two steps before `begin`, seconds; 0 if there were no two steps."""
     steps_before = [step for step in steps if step <= begin][-_ORDINARY_STEPS:]
     gaps = [later - earlier for earlier, later in pairwise(steps_before)]
     return median(gaps) if gaps else 0.0
@@ -70,7 +70,7 @@ class ActiveTurn:
     """One request in an engine."""
 
     request: TurnRequest
-    # (first token, weight version) of each stretch of tokens: exact, since it is counted at every change of weights.
+    # (index of the first token, weight version) of each stretch of tokens sampled by one version.
     stretches: list[tuple[int, int]]
     state: TurnState = TurnState.RUNNING
     # vLLM's output, once DONE.
@@ -88,7 +88,7 @@ class ActiveTurn:
 
 
 class ActiveRequests:
-    """Requests of an engine by the name that vLLM knows."""
+    """Requests in flight in an engine, by the name that vLLM has for each."""
 
     def __init__(self) -> None:
         self._turns: dict[str, ActiveTurn] = {}
@@ -99,13 +99,13 @@ class ActiveRequests:
 
     def __bool__(self) -> bool:
         """Return True if a request is running."""
-        # Without the lock, since the engine's thread asks in each step. A request that ends meanwhile costs one step.
+        # Without the lock, since the engine's thread asks in each step. At worst the engine makes one idle step.
         return len(self._ended) < len(self._turns)
 
     def add(self, requests: Iterable[TurnRequest], version: int) -> list[str]:
-        """Add requests that are sampled by `version` from their first token on; return their names.
+        """Add requests whose first tokens `version` samples; return their names.
 
-        Raises ValueError, and adds none, if one is being sampled already.
+        Raises ValueError, and adds no request, if one is in flight already.
         """
         new: dict[str, ActiveTurn] = {}
         with self._changed:
@@ -118,13 +118,13 @@ class ActiveRequests:
         return [*new]
 
     def restart(self, name: str, version: int) -> TurnRequest:
-        """Begin a request again, sampled by `version` from its first token on, and return it."""
+        """Note that `version` samples a request again from its first token; return the request."""
         turn = self._turns[name]
         turn.stretches = [(0, version)]
         return turn.request
 
     def change(self, running: Iterable[tuple[str, int]], version: int) -> None:
-        """Note that `version` became live. running: name and number of sampled tokens of each request that goes on."""
+        """Note that `version` became live. running: (name, number of tokens sampled so far) of continuing requests."""
         for name, tokens in running:
             self._turns[name].stretches.append((tokens, version))
 
@@ -140,7 +140,7 @@ class ActiveRequests:
                 self._changed.notify_all()
 
     def abort(self, ids: Iterable[RequestId]) -> dict[str, ActiveTurn]:
-        """Forget requests, finished or not; return those that there were, by name."""
+        """Remove requests, finished or not; return the removed ones by name."""
         with self._changed:
             aborted = {}
             for name in map(str, ids):
@@ -160,8 +160,8 @@ class ActiveRequests:
             self._changed.notify_all()
 
     def collect(self, patience_s: float, waiting: Callable[[], int] = lambda: 0) -> list[ActiveTurn]:
-        """Wait until a request is DONE, at most for the patience, and take all that are. Raises the error given to
-        `fail` if it ended a request. waiting: returns how many requests of the engine have not begun.
+        """Wait at most `patience_s` seconds until a request is DONE; remove and return all DONE requests. Raises the
+        error given to `fail` if it ended a request. waiting: returns how many requests of the engine have not begun.
         """
         with self._changed:
             if self._changed.wait_for(lambda: self._ended, patience_s):
@@ -176,7 +176,7 @@ class ActiveRequests:
             return list(ended.values())
 
     def _gather(self, waiting: Callable[[], int]) -> None:
-        """Wait for further answers, to leave with the first."""
+        """Wait for further answers, so that one call returns several."""
         for _ in range(GATHER_ROUNDS):
             if self._changed.wait_for(lambda: not self, GATHER_S):
                 return

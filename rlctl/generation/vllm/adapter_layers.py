@@ -1,14 +1,14 @@
-"""Adapters in a vLLM worker: two further products around each adapted layer, and the buffers that hold A and B.
+"""LoRA adapters in a vLLM worker: the buffers of A and B, and the two further products of each adapted layer.
 
-vLLM's own LoRA is not used: rlctl serves one adapter to every request, so that no slots, names or indices of tokens are
-needed. Parameter names, shortened steps, compiled graphs and CUDA graphs stay as they are. A layer's buffers keep their
-addresses, and are zero until the first refit.
+vLLM's own LoRA is not used: every request uses the same adapter, so rlctl needs no adapter slots, names or indices for
+each token. Parameter names, shortened steps, compiled graphs and CUDA graphs do not change. A layer's buffers keep
+their addresses, and are zero until the first refit.
 
     y + ((x A^T) B^T) * scale        A [sum of ranks, inputs], B [outputs, sum of ranks]
 
-A merged layer of several projections has their A below each other and their B on the diagonal: two products a layer.
-Under tensor parallelism a column-parallel layer has whole A and its own rows of B. A row-parallel one has its own
-columns of A and whole B: its partial sums meet in vLLM's own all-reduce.
+A merged layer of several projections stacks their A by rows and puts their B on a block diagonal, so that it needs two
+products only. Under tensor parallelism a worker's column-parallel layer has all of A and its rows of B. A row-parallel
+layer has its columns of A and all of B: vLLM's own all-reduce adds the partial sums.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,38 +34,38 @@ BUFFER_B = "rl_lora_b"
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a target's weight in a layer of the engine."""
+    """Part of a target's weight that a layer of this worker holds. A target is a linear layer with an adapter."""
 
-    # Transformers' name of the target.
+    # Name of the target in Transformers.
     target: str
-    # Rows and columns of the target's weight that this worker holds: (begin, number).
+    # Rows and columns of the target's weight in this part: (first, number).
     rows: tuple[int, int]
     columns: tuple[int, int]
-    # First row in the layer's weight.
+    # First row of this part in the engine layer's weight.
     place: int
 
 
 class AdaptedMethod(LinearMethodBase):  # type: ignore[misc]
-    """Method of an adapted layer: its own product, plus that of A and B."""
+    """vLLM's linear method for an adapted layer: adds the products with A and B to the layer's own product."""
 
     def __init__(self, base_method: Any, scale: float) -> None:
         self.base_method = base_method
         self.scale = scale
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: the layer's own method has made them."""
+        """Raise RuntimeError: the layer's own method has created the weights already."""
         raise RuntimeError("an adapted layer has its weights already")
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the layer's output with its adapters'. x: [tokens, inputs]."""
+        """Return the layer's output plus the adapter's output, [tokens, outputs]. x: [tokens, inputs]."""
         base_output: Tensor = self.base_method.apply(layer, x, bias)
         return base_output + linear(linear(x, layer.rl_lora_a), layer.rl_lora_b) * self.scale
 
 
 class FoldedMethod(AdaptedMethod):
-    """Method of an adapted layer on a GPU, whose weight has A as further rows: its own product is that of A too.
+    """vLLM's linear method for an adapted layer on a GPU. The weight has A as further rows, so one product gives both.
 
-    A step of few tokens is bound by the number of kernels: of the two further ones, one is left.
+    The time of a step with few tokens is bound by the number of kernels. This method adds one kernel instead of two.
     """
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -81,16 +81,16 @@ class EngineAdapters:
 
     def __init__(self, spec: AdapterSpec) -> None:
         self.spec = spec
-        # By the name of a layer's buffer.
+        # Full name of a buffer -> the buffer.
         self.buffers: dict[str, Tensor] = {}
-        # Places of the adapters' tensors.
+        # Parts of the trainer's A and B tensors, each with its view of a buffer.
         self.regions: list[ParamSlice] = []
 
     @torch.no_grad()
     def install(self, model: torch.nn.Module, slices: Iterable[tuple[str, Slice]]) -> None:
-        """Give every layer its buffers and its method. slices: (layer's name in `model`, part of a target there).
+        """Give every adapted layer its buffers and its method. slices: (layer's name in `model`, part of a target).
 
-        Raises ModelError for a layer that is no unquantised linear layer, or that has adapters already.
+        Raises ModelError for a layer that is no unquantised linear layer, or has adapters already.
         """
         by_layer: dict[str, list[Slice]] = {}
         for name, part in slices:
@@ -100,7 +100,7 @@ class EngineAdapters:
 
     @torch.no_grad()
     def fill(self, folder: Path) -> None:
-        """Take the adapters of PEFT's folder."""
+        """Load A and B from a PEFT folder into the buffers."""
         file = AdapterFile(folder)
         for region in self.regions:
             box = region.box
@@ -116,7 +116,7 @@ class EngineAdapters:
         if len(columns) != 1:
             raise ModelError(f"lora: {name} holds different inputs of {', '.join(targets)}")
         ((first_column, width),) = columns
-        # The weight with rows for A below it; None where A is apart.
+        # The layer's weight with rows for A below it; None if A has a separate buffer, as on a CPU.
         folded_weight = getattr(layer, "rl_weight", None)
         if folded_weight is None:
             lora_a = torch.zeros(rank * len(targets), width, dtype=layer.params_dtype, device=layer.weight.device)
@@ -142,7 +142,7 @@ class EngineAdapters:
 
 
 def _require_adaptable(name: str, layer: Any) -> Any:
-    """Return a layer's own method. Raises ModelError for a layer that can have no adapter."""
+    """Return a layer's linear method. Raises ModelError for a layer that cannot have an adapter."""
     method = getattr(layer, "quant_method", None)
     if isinstance(method, AdaptedMethod):
         raise ModelError(f"lora: {name} has adapters already, which would count twice")
@@ -156,10 +156,10 @@ def _require_adaptable(name: str, layer: Any) -> Any:
 def find_slices(
     model: torch.nn.Module, regions: Iterable[ParamSlice], targets: Mapping[str, tuple[str, int, int]]
 ) -> list[tuple[str, Slice]]:
-    """Return each layer of `model` with the part of a target that it holds.
+    """Return (layer's name in `model`, part of a target that the layer holds) for all targets.
 
-    regions: of the targets' weights on disk, from `record_regions`. targets: by a weight's name on disk, the target's
-    name, and the row and column of the target where this tensor begins. Raises ModelError for a target without a place.
+    regions: those of the targets' weights, from `record_copies`. targets: weight's name on disk -> (target's name, row
+    and column of the target at which this weight begins). Raises ModelError for a target without a place.
     """
     layers = {
         parameter.untyped_storage().data_ptr(): (name.rpartition(".")[0], parameter)

@@ -1,7 +1,8 @@
-"""vLLM's loading of a model with adapters: they are installed before vLLM compiles the model and captures graphs.
+"""Loader of models with adapters, for vLLM: installs the adapters before vLLM compiles the model and captures graphs.
 
-`load_format=rlctl_adapters` names the loader below, which has vLLM's own loader load the model. The adapters travel in
-`additional_config`. vLLM's cache of compiled graphs hashes this: a graph without adapters is never taken for one with.
+`load_format=rlctl_adapters` names the loader below. It has vLLM's own loader load the model, and adds the adapters that
+`additional_config` describes. vLLM's cache of compiled graphs hashes `additional_config`, so graphs with and without
+adapters are never confused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,25 +24,25 @@ from rlctl.models.layer_kinds import LinearLayer
 LOAD_FORMAT = "rlctl_adapters"
 # Key of the adapters in vLLM's `additional_config`.
 KEY = "rlctl_adapters"
-# Devices on which A lies below its layer's weight. On a CPU vLLM repacks the weight.
+# Types of devices on which A is stored as further rows of its layer's weight. Not on a CPU, where vLLM repacks weights.
 folded_on = {"cuda"}
-# Tensor cores need a multiple of this many rows.
+# The number of A's rows is rounded up to a multiple of this, as tensor cores need.
 _ROW_MULTIPLE = 16
 
 
 def load_arguments(spec: AdapterSpec, load_format: str, folder: str | None) -> dict[str, Any]:
-    """Return the arguments by which vLLM loads a model with adapters.
+    """Return the arguments with which vLLM loads a model with adapters.
 
-    load_format: that of its weights. folder: PEFT's, of the first adapters; None: they add nothing.
+    load_format: format of the base weights. folder: PEFT folder of A and B; None: A and B begin as zeros.
     """
     adapter_config = {**asdict(spec), "load_format": load_format, "folder": folder}
     return {"load_format": LOAD_FORMAT, "additional_config": {KEY: adapter_config}}
 
 
 def find_adapters(model: torch.nn.Module) -> EngineAdapters | None:
-    """Return the adapters of a loaded model, None without.
+    """Return the adapters of a loaded model; None if it has none.
 
-    The module of vLLM's workers imports this one, which registers the loader in their processes.
+    The extension of vLLM's workers imports this function, and so registers the loader below in their processes.
     """
     return model.__dict__.get("rl_adapters")
 
@@ -62,7 +63,7 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
 
         def load_weights(model: torch.nn.Module, config: Any) -> None:
             load_base_weights(model, config)
-            # Before CPU kernels repack the weights: parameters are then empty.
+            # Now, since parameters are empty after CPU kernels have repacked the weights.
             slices.extend(_find_targets(model, Path(config.model), adapters.spec))
 
         base_loader.load_weights = load_weights
@@ -71,20 +72,21 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
         adapters.install(model, slices)
         if folder:
             adapters.fill(Path(folder))
-        # No module's attribute: it is none of the model's tensors.
+        # In `__dict__`, so that torch does not register it.
         model.__dict__["rl_adapters"] = adapters
         return model
 
     def download_model(self, model_config: Any) -> None:
-        """Do nothing: the folder is on this machine."""
+        """Do nothing: the model's folder is on this machine already."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Raise: a loaded model keeps its base weights."""
+        """Raise RuntimeError: the base weights of a loaded model never change."""
         raise RuntimeError("a model with adapters is loaded once")
 
 
 def _find_targets(model: torch.nn.Module, folder: Path, spec: AdapterSpec) -> list[tuple[str, Slice]]:
-    """Return the places of all targets, by the copies that the model's own loaders make. Raises ModelError."""
+    """Return the layers that hold the targets' weights, found by watching the copies of the model's own loaders. Raises
+    ModelError."""
     hollow: dict[str, torch.Tensor] = {}
     targets: dict[str, tuple[str, int, int]] = {}
     for name, (target, row, column, shape) in _names_on_disk(folder, spec).items():
@@ -98,11 +100,11 @@ def _find_targets(model: torch.nn.Module, folder: Path, spec: AdapterSpec) -> li
 
 
 def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, int, int, tuple[int, ...]]]:
-    """Return by a weight's name on disk: its target, the row and column where it begins there, and its shape."""
+    """Return weight's name on disk -> (target's name, first row and column of the weight in the target, shape)."""
     from rlctl.models.facts import has_weights
     from rlctl.models.weight_headers import weight_headers
 
-    # The names of Transformers, which most folders have on disk.
+    # Names as in Transformers, which are also the names on disk in most folders.
     plain = {f"{target.name}.weight": (target.name, 0, 0, (target.outputs, target.inputs)) for target in spec.targets}
     if not has_weights(folder):
         return plain
@@ -123,10 +125,10 @@ def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, i
 
 @contextmanager
 def _reserve_rows(spec: AdapterSpec) -> Iterator[None]:
-    """Have linear layers that are built meanwhile hold rows for A below their weight, in one memory.
+    """Within the block, give each linear layer that is built one tensor for its weight and, as further rows, for A.
 
-    On devices of `folded_on` alone. Made before weights are loaded, layer by layer: a second memory for each loaded
-    weight would double what vLLM reserves.
+    Only on devices of `folded_on`. The tensor is made before the weights are loaded, layer by layer: moving each loaded
+    weight into a larger tensor would double the memory that vLLM reserves.
     """
     create_base_weights = UnquantizedLinearMethod.create_weights
 
@@ -140,7 +142,7 @@ def _reserve_rows(spec: AdapterSpec) -> Iterator[None]:
         rows, columns = weight.shape
         folded_weight = torch.zeros(rows + rows_of_a, columns, dtype=weight.dtype, device=weight.device)
         layer.register_buffer("rl_weight", folded_weight, persistent=False)
-        # The parameter is a view of the buffer from now on.
+        # From now on the parameter is a view of the buffer.
         weight.data = layer.rl_weight[:rows]
 
     UnquantizedLinearMethod.create_weights = create_weights

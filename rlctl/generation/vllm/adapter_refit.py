@@ -1,13 +1,13 @@
-"""Adapters of a vLLM worker: the destination of a refit, and the proof of the live version.
+"""Refit of LoRA adapters in a vLLM worker, with a proof that the live adapters equal the sent ones.
 
-A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before a token of the
-version leaves the engine, the checksum of each live A and B is compared with the sum that the trainer announced. Where
-a tensor-parallel worker keeps a part of a tensor, the part is kept as it arrived for its sum. The same sums are
-compared again before the next version: nothing may have written to the live tensors meanwhile.
+A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before any token of the
+version leaves the engine, the checksum of each live A and B is compared with the checksum that the trainer announced.
+A tensor-parallel worker that holds only a part of a tensor compares with the checksum of the part as it arrived. The
+same comparison is repeated before the next version, to detect writes to the live tensors in between.
 
-`commit` queues this work on the device and waits for nothing: the next step is queued behind it. `prove` reads the sums
-while the device makes that step. An engine that waited in between stalled for 6.6 ms (8B, rank 32, one H100, steps of
-8.8 ms).
+`commit` queues copy and checksums on the device and does not wait: the engine queues its next step right after. `prove`
+reads the checksums while the device makes that step. An engine that waited in between stalled for 6.6 ms (8B, rank 32,
+one H100, steps of 8.8 ms).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,38 +26,38 @@ from rlctl.refit.protocol import Header, LiveProof, RefitError, digest_of
 from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.weight_sink import BatchedCopy, WeightSink
 
-# (item, number of the part among its parts).
+# (number of an item in the refit plan, number of a part among the item's parts on this worker).
 Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _LivePart:
-    """A live part of an item."""
+    """Part of an item of the refit plan in the live buffers."""
 
     key: Key
     # Name of the tensor.
     name: str
     view: Tensor
-    # The part is all of the item.
+    # True if the part is the whole item.
     is_whole: bool
 
     @property
     def item_number(self) -> int:
-        """Number of the item in the plan."""
+        """Number of the item in the refit plan."""
         return self.key[0]
 
 
 class AdapterLoader(WeightLoader):
-    """Loader of adapters: receives them next to the live ones, and proves these."""
+    """Receives adapters into a second copy, and proves that the live ones equal the sent ones."""
 
     def __init__(self, plan: RefitPlan, adapters: EngineAdapters, device: torch.device, reason: str) -> None:
-        """Raises RefitError unless the plan has the tensors of the engine's adapters, by name and shape."""
+        """Raise RefitError unless the plan's tensors are those of the engine's adapters, by name and shape."""
         _compare_tensors(plan, adapters)
         self._plan = plan
         self._device = device
         self._shadow = ShadowParams(adapters.buffers, adapters.regions)
         if device.type == "cuda":
-            # Made on this thread's stream; received items come on others.
+            # The second copy was made on this thread's stream, and other streams will write there.
             torch.cuda.synchronize(device)
         self._sink = _ProvenSink(plan, self._shadow.regions, device)
         live_sink = ParamSliceSink(plan, adapters.regions)
@@ -67,23 +67,23 @@ class AdapterLoader(WeightLoader):
                 self._live_parts.append(_LivePart((number, place), plan_item.box.name, part.view, part.is_whole))
         self._live_tensors = FixedTensors([part.view for part in self._live_parts])
         self.sink: WeightSink = self._sink
-        # The base weights are in no refit: an engine must not drop them when it sleeps.
+        # No refit brings the base weights: an engine that sleeps must not drop them.
         self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites=False)
-        # Sums of the version that is live, by part; its number.
+        # Checksums of the proven live version by part, and the number of that version.
         self._served: dict[Key, int] = {}
         self._version = -1
 
     def commit(self) -> None:
-        """Queue the copy of the received version into the live buffers, between two passes over their checksums."""
+        """Queue on the device: checksums of the live buffers, the copy into them, and their checksums again."""
         self._sums_before = self._live_tensors.queue(self._device)
         self._shadow.commit()
         self._sums_after = self._live_tensors.queue(self._device)
         self._sums_of_cut = self._sink.queue_parts()
 
     def prove(self, header: Header, sent: Mapping[int, int]) -> LiveProof:
-        """Compare the live tensors with the sent ones. sent: the verified checksums, by item.
+        """Compare the live tensors with the sent ones. sent: number of an item -> its verified checksum.
 
-        Raises RefitError naming the tensor that differs, or that was written to since the version before was proven.
+        Raises RefitError that names a differing tensor, or one written to since the previous version was proven.
         """
         keys = [part.key for part in self._live_parts]
         sums_before = dict(zip(keys, self._sums_before.read()))
@@ -121,12 +121,12 @@ class AdapterLoader(WeightLoader):
 
 
 class _ProvenSink(ParamSliceSink):
-    """Sink that keeps each part of a cut tensor as it arrived, for its checksum."""
+    """Sink that also keeps a copy of each received part, for tensors that this worker holds only in part."""
 
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], device: torch.device) -> None:
         super().__init__(plan, regions, beside_requests=True)
         self._device = device
-        # Parts of cut tensors as they arrived.
+        # Copies of the parts as they arrived, for their checksums.
         self.cut_parts: dict[Key, Tensor] = {}
         self._fixed = FixedTensors([])
 
@@ -143,14 +143,14 @@ class _ProvenSink(ParamSliceSink):
         return BatchedCopy(live_pairs + kept_pairs, beside_requests=True)
 
     def queue_parts(self) -> QueuedSums:
-        """Queue the checksums of `cut_parts`, in their order."""
+        """Queue the checksums of `cut_parts` on the device, in their order."""
         if len(self._fixed.tensors) != len(self.cut_parts):
             self._fixed = FixedTensors([*self.cut_parts.values()])
         return self._fixed.queue(self._device)
 
 
 def _compare_tensors(plan: RefitPlan, adapters: EngineAdapters) -> None:
-    """Raise RefitError unless the trainer sends the tensors that the engine has places for."""
+    """Raise RefitError unless the trainer sends exactly the tensors of the engine's adapters."""
     sent = {tensor.name: tensor.shape for tensor in plan.entries}
     expected = {tensor.name: tensor.shape for tensor in adapters.spec.tensors}
     if sent == expected:
@@ -166,5 +166,5 @@ def _compare_tensors(plan: RefitPlan, adapters: EngineAdapters) -> None:
 
 
 def _count_matrices(names: Collection[str]) -> str:
-    """Describe the numbers of matrices A and B among tensor names."""
+    """Return a text with the numbers of A and B matrices among the tensor names."""
     return f"{sum(name.endswith(LORA_A) for name in names)} A and {sum(name.endswith(LORA_B) for name in names)} B"

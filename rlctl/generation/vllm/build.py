@@ -1,4 +1,4 @@
-"""The engine's only use of vLLM's interface: building one, one rollout's request, and its scheduler's requests."""
+"""The engine's calls into vLLM's interface: building an engine, and making and adding requests."""
 
 import gc
 from typing import Any
@@ -12,7 +12,7 @@ from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.engines.vllm import VllmOptions
 
-# Fields of a spec that are passed on to vLLM as they are.
+# Fields of `EngineSpec` that are passed to vLLM unchanged.
 _FIELDS = (
     "dtype",
     "seed",
@@ -21,7 +21,7 @@ _FIELDS = (
     "tensor_parallel_size",
 )
 _CPU_BATCH_TOKENS = 8192
-# Models of the tiny recipes have fewer parameters.
+# Number of parameters from which on the time of a step matters. Models of the tiny recipes have fewer.
 _LARGE = 50_000_000
 _NO_FULL_GRAPHS = (
     "a step in which a prompt begins is no whole CUDA graph, whose log-probs are right for plain attention with heads "
@@ -31,7 +31,7 @@ _NO_FULL_GRAPHS = (
 
 
 def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
-    """Build vLLM's engine in this process. Return it, and notes for a person.
+    """Build vLLM's engine in this process. Return the engine, and notes for the user.
 
     extension: class mixed into vLLM's workers, "module.Class". Raises ModelError if vLLM does not serve the model.
     """
@@ -47,10 +47,10 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     if spec.device == "cpu":
         inspect_classes_here()
         extra |= {
-            # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
+            # Prompts share only whole blocks of their prefix. With the CPU's default of 128 they share almost nothing.
             "block_size": 32,
-            # A seeded request with a prompt prefilled in chunks rewinds its generator by an offset. CPU generators have
-            # none: vLLM 0.32 then fails in the step.
+            # When a prompt of a seeded request is prefilled in chunks, vLLM rewinds the request's generator by an
+            # offset. CPU generators have no offset: vLLM 0.32 then fails in the step.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
         }
@@ -58,14 +58,14 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
         if not options.enforce_eager and _hopper():
             if allows_full_graphs(spec.model_path):
-                # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins takes 13 ms
-                # instead of 6 (Qwen3-1.7B, 128 sequences, H200). Rollouts of eight turns make 26,300 tokens/s with
-                # whole graphs, and 18,200 without; of one turn 47,300 and 47,400 (Qwen3-0.6B, H100).
+                # By default vLLM runs only decoding steps as whole CUDA graphs: a step in which a prompt begins takes
+                # 13 ms instead of 6 (Qwen3-1.7B, 128 sequences, H200). Rollouts of eight turns make 26,300 tokens/s
+                # with whole graphs, 18,200 without; rollouts of one turn 47,300 and 47,400 (Qwen3-0.6B, H100).
                 extra["compilation_config"] = {"cudagraph_mode": "FULL"}
             elif is_worth_a_note(spec.model_path):
                 graphs_note = _NO_FULL_GRAPHS
         if spec.tensor_parallel_size > 1:
-            # In a placement group vLLM would choose Ray, and asks for a group that it made itself.
+            # Inside a Ray placement group vLLM would choose its Ray executor, which needs a group made by vLLM.
             extra["distributed_executor_backend"] = "mp"
     if spec.adapters:
         extra |= load_arguments(spec.adapters, spec.load_format, spec.adapter_folder)
@@ -96,10 +96,10 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
 
 
 def inspect_classes_here() -> None:
-    """Have vLLM look at a model's class in this process, which is to load the class.
+    """Have vLLM inspect a model's class in this process, which imports the class later anyway.
 
-    vLLM starts another process, so that CUDA is not initialized. On a CPU this only costs imports: 13 s of
-    CPU at the first start of each architecture. The function is private: a vLLM without it goes its own way.
+    vLLM starts another process for this, so that CUDA is not initialized. On a CPU that only costs imports: 13 s of
+    CPU at the first start of each architecture. The replaced function is private: a vLLM without it is left unchanged.
     """
     from vllm.model_executor.models import registry
 
@@ -108,14 +108,14 @@ def inspect_classes_here() -> None:
 
 
 def cached_sequences(llm: Any) -> int:
-    """Return how many sequences of the longest kind the key-value cache holds at a time."""
+    """Return how many sequences of the model's maximal length the key-value cache holds at a time."""
     scheduler = llm.engine_core.engine_core.scheduler
     tokens: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks * scheduler.block_size
     return tokens // int(scheduler.max_model_len)
 
 
 def _count_prefix_hits(manager: Any) -> None:
-    """Have the cache's manager count the prompt tokens that it finds, without vLLM's other statistics."""
+    """Have vLLM's cache manager count prompt tokens and cache hits, without vLLM's other statistics."""
     from vllm.v1.metrics.stats import PrefixCacheStats
 
     manager.log_stats = True
@@ -123,10 +123,10 @@ def _count_prefix_hits(manager: Any) -> None:
 
 
 def _classes() -> tuple[Any, Any]:
-    """Import EngineArgs and LLMEngine.
+    """Import EngineArgs and LLMEngine, with garbage collection off.
 
-    Modules are no garbage. Looking for it among them while they are imported takes 2 of 9 s of CPU. vLLM then collects
-    garbage five times while it builds an engine: 1.7 s of 2.0, and 0.1 once the modules are frozen.
+    Collecting garbage among the modules while they are imported takes 2 of 9 s of CPU, and finds nothing. vLLM then
+    collects garbage five times while it builds an engine: 1.7 s of 2.0, and 0.1 s once the modules are frozen.
     """
     gc.disable()
     try:
@@ -140,7 +140,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _hopper() -> bool:
-    """Ask the driver, since CUDA must not be initialized before vLLM starts its processes."""
+    """Return True if the GPU is a Hopper. Asks the GPU's driver: CUDA must not be initialized before vLLM forks."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -148,20 +148,20 @@ def _hopper() -> bool:
 
 
 def allows_full_graphs(model: str) -> bool:
-    """Return True if one CUDA graph may hold a whole step in which prompts begin, with right log-probs.
+    """Return True if log-probs are right when a whole step in which prompts begin runs as one CUDA graph.
 
     model: folder or hub name. FlashAttention 3 lays out its work by the head's size and by the longest query of a step.
-    A graph of prompts then replays a decoding step. That is right with heads of 128: `token_mult_prob_error` 1.014, and
-    1.008 for Qwen3-0.6B. Without any error of vLLM it was 1.37 with heads of 64 and 1.53 with 256, where eager steps
-    gave 1.004; experts read memory that is not theirs (vLLM 0.25.1, H100 and H200). Windows, sinks, capped scores and
-    states were not compared. Source: `hopper/flash_api.cpp` of vllm-project/flash-attention.
+    A graph for prompts then replays the layout of a decoding step. Results are right with heads of 128:
+    `token_mult_prob_error` was 1.014, and 1.008 for Qwen3-0.6B. With heads of 64 it was 1.37, with 256 it was 1.53, and
+    vLLM raised no error; eager steps gave 1.004. Experts read foreign memory (vLLM 0.25.1, H100 and H200). Windows,
+    sinks, capped scores and states were not compared. Source: `hopper/flash_api.cpp` of vllm-project/flash-attention.
     """
     file = config_file(model)
     if file is None:
         return False
     try:
         facts = find_facts(file.parent)
-    except (ModelError, ModuleNotFoundError):  # a model that is only sampled from
+    except (ModelError, ModuleNotFoundError):  # rlctl cannot train this model, but vLLM may sample from it
         return False
     if facts.sizes.experts or facts.kinds.states:
         return False
@@ -175,7 +175,7 @@ def allows_full_graphs(model: str) -> bool:
 
 
 def is_worth_a_note(model: str) -> bool:
-    """Return True if the time of a step matters to a person: the model is no tiny one, or its size is not known."""
+    """Return True if the user should be told about slower steps: the model is not tiny, or its size is unknown."""
     file = config_file(model)
     try:
         return file is None or find_facts(file.parent).sizes.parameters >= _LARGE
@@ -184,12 +184,12 @@ def is_worth_a_note(model: str) -> bool:
 
 
 def has_begun(request: Any) -> bool:
-    """Return True if a request of vLLM's scheduler has been given to the device."""
+    """Return True if the device has begun a request of vLLM's scheduler."""
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
 def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
-    """Return a turn as vLLM's own request. Raises ValueError for a prompt that does not fit the model."""
+    """Return vLLM's request for a turn. Raises ValueError for a prompt that does not fit the model."""
     prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
     params = _sampling_params(spec, request)
     if VllmOptions(**spec.options).fast_path:
@@ -198,19 +198,19 @@ def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
 
 
 def add_request(llm: Any, request: Any) -> None:
-    """Begin to sample a request. vLLM's `LLMEngine.add_request` would check it here, while no step is made."""
+    """Add a request to vLLM. Unlike `LLMEngine.add_request`, do not check the request again between two steps."""
     llm.input_processor.assign_request_id(request)
     llm.output_processor.add_request(request, None)
     llm.engine_core.add_request(request)
 
 
 def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
-    """Return vLLM's parameters of one request."""
+    """Return vLLM's sampling parameters for one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     is_greedy = request.temperature == 0
-    # Trainer and engine are compared on whole distributions: the trainer does not know the cuts of top_p and top_k.
+    # The parity check compares whole distributions, since the trainer does not apply top_p and top_k.
     is_uncut = is_greedy or request.id.rollout.purpose == "parity"
     max_tokens = request.max_new_tokens
     stop_token_ids = [*spec.stop_token_ids, *request.stops]
@@ -228,7 +228,7 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        # No other request shares the parameters.
+        # No copy is needed, since no other request shares these parameters.
         skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -1,6 +1,6 @@
-"""One vLLM engine in its process: a thread owns it and steps it; requests and weight changes go between steps.
+"""One vLLM engine in its process. One thread owns vLLM and makes its steps; all other calls run between two steps.
 
-Tokens in, tokens out, with the log-probs they were sampled with and the weight version that sampled them.
+Requests and answers hold tokens. Each sampled token has its log-prob and the weight version that sampled it.
 """
 
 import queue
@@ -34,11 +34,11 @@ from rlctl.refit.refit_plan import RefitPlan
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
-# Requests handed to vLLM beyond the number it decodes at a time.
+# Number of requests passed to vLLM beyond the number that it decodes at a time.
 _SPARE = 16
-# Further requests that enter vLLM in each step.
+# Number of requests passed to vLLM in each step even if it has enough.
 _ENTER_PER_STEP = 2
-# A caller's thread pauses after each four requests, for 0.1 ms, so that the engine's thread runs.
+# A caller's thread sleeps 0.1 ms after each four requests, so that the engine's thread can run.
 _REQUESTS_PER_PAUSE = 4
 _PAUSE_S = 1e-4
 
@@ -46,19 +46,19 @@ _PAUSE_S = 1e-4
 class RefitState(Enum):
     """State of an engine's live weights."""
 
-    SERVING = "one version, whole"
-    RECEIVING = "one version, whole; the next one arrives beside it"
+    SERVING = "one complete version"
+    RECEIVING = "one complete version; the next version arrives in shadow parameters"
     CHANGING = "becoming the next version: nothing is sampled"
-    INTERRUPTED = "perhaps a mixture: nothing is sampled until a version has arrived whole"
-    POISONED = "perhaps a mixture: nothing is sampled any more"
+    INTERRUPTED = "perhaps a mixture of versions: nothing is sampled until a complete version has arrived"
+    POISONED = "perhaps a mixture of versions: nothing is sampled any more"
 
 
 class VllmEngine(Engine):
-    """Samples for several callers at a time; every touch of vLLM happens on one thread."""
+    """vLLM engine. Several threads may call it; only one thread calls vLLM."""
 
-    # Header of a live version that is to be proven.
+    # Header of the live version until its tensors are proven; else None.
     _unproven: Header | None = None
-    # The workers' proofs of the last version, or their error.
+    # The workers' proofs of the last version, or the error of proving it.
     _proof_or_error: list[LiveProof] | BaseException
 
     def __init__(self, spec: EngineSpec, extension: str) -> None:
@@ -68,15 +68,15 @@ class VllmEngine(Engine):
         self._notes = list[str]()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
-        # Requests not handed to vLLM yet.
+        # Requests that were not passed to vLLM yet.
         self._entering: deque[Any] = deque()
         self._stats = EngineStats()
         self._version = spec.version
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode: Literal["staged", "direct"] = "direct"
-        # `LoadMode.overwrites` of the refit.
+        # `LoadMode.overwrites` of all workers: True if a refit writes every tensor.
         self._overwrites = False
-        # The weights were dropped by `sleep`, and no refit has written others yet.
+        # True if `sleep` dropped the weights and no refit has written new ones yet.
         self._dropped = False
         self._state = RefitState.SERVING
         self._poison_reason = ""
@@ -86,7 +86,7 @@ class VllmEngine(Engine):
         self._call_on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
-        # On the caller's thread: the engine makes steps while vLLM checks the requests.
+        # vLLM checks the requests on the caller's thread, so that the engine's thread can make steps meanwhile.
         vllm_requests = self._map_on_caller(lambda request: vllm_request(self._llm, self._spec, request), requests)
         self._call_on_thread(lambda: self._add_requests(requests, vllm_requests))
 
@@ -113,8 +113,8 @@ class VllmEngine(Engine):
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
-        # All workers choose by the smallest room. If one worker alone staged, the others would sample while their
-        # weights change.
+        # All workers choose by the same room, the smallest: if only some received into shadow parameters, the others
+        # would sample while their weights change.
         room = min(self._call_on_thread(lambda: self._call_workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
         choices: list[LoadMode] = self._call_on_thread(lambda: self._call_workers("rl_open", *arguments))
@@ -127,7 +127,7 @@ class VllmEngine(Engine):
         begin = time.perf_counter()
         reports = self._receive_shadow(header) if self._mode == "staged" else []
         receive_seconds = self._call_on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
-        # Nothing may arrive in shadow parameters that the device still copies.
+        # Wait until the device has copied the shadow parameters: the next version must not overwrite them before.
         copy_seconds = self._call_on_thread(self._count_commit)
         while copy_seconds is None:
             time.sleep(_STAGED_POLL_S)
@@ -146,11 +146,11 @@ class VllmEngine(Engine):
         )
 
     def sleep(self) -> None:
-        """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
-        next token. Where it goes through the engine's own loader, which may read old weights, they go to the host."""
+        """Free the device's memory for the trainer. The key-value cache is dropped. The weights are dropped too if a
+        refit writes all of them; otherwise they are kept in host memory."""
 
         def rest() -> None:
-            # vLLM's level 1 copies weights to the host and back, level 2 drops them and keeps buffers.
+            # vLLM's level 1 copies the weights to the host, level 2 drops them and keeps only buffers.
             self._dropped |= self._overwrites
             self._llm.sleep(level=2 if self._overwrites else 1)
 
@@ -178,15 +178,15 @@ class VllmEngine(Engine):
         return self._notes
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the extension on every worker, between two steps. For benches and tests."""
+        """Call a method of `RefitWorker` on every worker, between two steps. For benchmarks and tests."""
         answers: list[Any] = self._call_on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
     def _map_on_caller(self, work: Callable[[Any], Any], turns: Sequence[Any]) -> list[Any]:
         """Return `work` applied to each turn, on the caller's thread.
 
-        Python lets the engine's thread go on after 5 ms of another's, which is a whole step. So the caller's thread
-        pauses in between.
+        Python switches between threads only every 5 ms, as long as a whole step. So the caller's thread sleeps now and
+        then, to let the engine's thread run.
         """
         answers = list[Any]()
         for number, turn in enumerate(turns, 1):
@@ -196,7 +196,7 @@ class VllmEngine(Engine):
         return answers
 
     def _call_on_thread(self, work: Callable[[], Any]) -> Any:
-        """Return the answer of `work`, which the engine's thread calls between two steps. Raises its error."""
+        """Have the engine's thread call `work` between two steps; return the answer, or raise the error of `work`."""
         future: Future[Any] = Future()
         self._commands.put((work, future))
         return future.result()
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
         except BaseException as error:
-            # Construction waits for the answer of the first command, and raises this error.
+            # `__init__` waits for the answer to a first command, and so raises this error.
             while True:
                 _, future = self._commands.get()
                 future.set_exception(error)
@@ -227,14 +227,14 @@ class VllmEngine(Engine):
                 return
             try:
                 future.set_result(work())
-            except BaseException as error:  # also one that would end the thread
+            except BaseException as error:  # also errors that would otherwise end this thread
                 future.set_exception(error)
 
     def _step_engine(self) -> None:
         try:
             self._sample_tokens()
         except BaseException as error:
-            # The thread lives on: the next caller gets an answer, not silence.
+            # The thread continues, so that later callers get an error instead of waiting without end.
             self._poison(f"vLLM failed in a step: {error}", error)
 
     def _sample_tokens(self) -> None:
@@ -267,7 +267,7 @@ class VllmEngine(Engine):
         self._entering.extend(vllm_requests)
 
     def _let_requests_enter(self) -> None:
-        """Hand requests to vLLM: all that have a place there, and a few further ones per step."""
+        """Pass requests to vLLM: as many as it has room for, and at least `_ENTER_PER_STEP`."""
         scheduler = self._scheduler
         room = scheduler.max_num_running_reqs + _SPARE - len(scheduler.running) - len(scheduler.waiting)
         for _ in range(min(len(self._entering), max(room, _ENTER_PER_STEP))):
@@ -278,15 +278,15 @@ class VllmEngine(Engine):
             raise RuntimeError(f"this engine must not be used: {self._poison_reason}")
 
     def _enter_request(self, request: Any) -> None:
-        """Hand a request to vLLM. request: from `vllm_request`."""
+        """Pass a request to vLLM. request: from `vllm_request`."""
         if self._spec.reset_prefix_cache:
-            # The salt keeps prefixes that older weights computed out of reach. vLLM's own reset does nothing while
-            # requests run, or restarts them all.
+            # The salt makes cached prefixes of older weights unusable. vLLM's own reset of the prefix cache does
+            # nothing while requests run, or restarts all requests.
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
 
     def _receive_shadow(self, header: Header) -> list[ReceiveReport]:
-        """Receive into shadow parameters while requests continue. Raises Untouched."""
+        """Receive into shadow parameters while requests continue. Raises Untouched if receiving fails."""
         self._enter_state(RefitState.RECEIVING)
         try:
             self._call_on_thread(lambda: self._call_workers("rl_stage", header))
@@ -300,17 +300,18 @@ class VllmEngine(Engine):
             raise Untouched(str(error)) from error
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
-        """Make a version live by `load`; running requests continue under the new weights; return `load`'s seconds."""
+        """Make a version live by calling `load`; return the seconds that `load` returned. Running requests continue
+        with the new weights."""
         self._require_sound()
         self._enter_state(RefitState.CHANGING)
         try:
             seconds = load()
         except PeerLost as error:
-            # Running requests continue once the version has come: the other end may be at fault, not this engine.
+            # The peer may be at fault, not this engine: running requests continue once the version has arrived.
             self._enter_state(RefitState.INTERRUPTED)
             raise RefitInterrupted(str(error)) from error
         except BaseException as error:
-            # Weights may be a mixture: running requests must not continue.
+            # The weights may be a mixture of versions: running requests must not continue.
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
         self._enter_state(RefitState.SERVING)
@@ -322,21 +323,22 @@ class VllmEngine(Engine):
         return seconds
 
     def _enter_state(self, state: RefitState) -> None:
-        """Enter the next state of a refit; an engine that was poisoned meanwhile stays so."""
+        """Enter the next state of a refit. A POISONED engine stays POISONED."""
         if self._state is not RefitState.POISONED:
             self._state = state
 
     def _poison(self, reason: str, error: BaseException) -> None:
-        """Sample nothing from now on, and end running requests with the error."""
+        """Make the engine POISONED: it samples no more, and running requests end with the error."""
         self._state = RefitState.POISONED
         self._poison_reason = reason
         self._entering.clear()
         self._requests.fail(error)
 
     def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of all workers to a method of `RefitWorker`. Raises the first failure once all answered.
+        """Call a method of `RefitWorker` on all workers; return their answers. Raises the first error in the end.
 
-        vLLM itself stops reading at the first failure, and mistakes the remaining answers for those of the next call.
+        If the method raised, vLLM would stop reading at the first error, and take the remaining answers for answers to
+        the next call. So the workers return their errors.
         """
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         for answer in answers:
@@ -345,11 +347,11 @@ class VllmEngine(Engine):
         return answers
 
     def _make_live(self, header: Header, reports: list[ReceiveReport]) -> float:
-        """Commit a version; receive first if there are no reports yet. Return the seconds of receiving here."""
+        """Commit a version; receive it first if `reports` is empty. Return the seconds of receiving here, else 0."""
         seconds = 0.0
         if not reports:
             begin = time.perf_counter()
-            # In place: the caller reads the reports.
+            # `+=` changes the caller's list on purpose: the caller reads the reports.
             reports += self._call_workers("rl_receive", header)
             seconds = time.perf_counter() - begin
         self._call_workers("rl_commit", header)
@@ -358,7 +360,7 @@ class VllmEngine(Engine):
         return seconds
 
     def _count_commit(self) -> float | None:
-        """Count the pause of the last commit once every worker's device has done it, and return it; None before."""
+        """Return the seconds of the last commit and add them to the stats; None while a worker's device is not done."""
         seconds_by_worker = self._call_workers("rl_committed")
         if None in seconds_by_worker:
             return None
@@ -367,10 +369,10 @@ class VllmEngine(Engine):
         return seconds
 
     def _prove(self) -> bool:
-        """Have the workers compare the live tensors of a version that is not proven yet; return False if they differ.
+        """Have the workers prove the live tensors of an unproven version. Return False if that failed, else True.
 
-        On the engine's thread: after the step that follows a change, before its tokens are recorded. The device is at
-        work on that step meanwhile.
+        Called on the engine's thread after the first step that follows a change of weights, before the step's tokens
+        are recorded. The device works on that step meanwhile.
         """
         header = self._unproven
         if header is None:
@@ -385,16 +387,17 @@ class VllmEngine(Engine):
         return True
 
     def _proofs(self) -> list[LiveProof]:
-        """Return each worker's proof of the last version, made now if nothing was sampled. Raises its error."""
+        """Return each worker's proof of the last version. Prove it now if no step did. Raises the error of proving."""
         self._prove()
         if isinstance(self._proof_or_error, BaseException):
             raise self._proof_or_error
         return self._proof_or_error
 
     def _restart_fresh_requests(self) -> list[tuple[Any, str]]:
-        """Have requests that have not begun enter again: their salt is of the version before. Return those that have.
+        """Pass requests that have not begun to vLLM again, since their salt names the old version. Return (request,
+        name) of the requests that have begun.
 
-        These recompute their keys and values if `EngineSpec.recompute_kv_cache` is set.
+        The begun ones recompute their keys and values if `EngineSpec.recompute_kv_cache` is set.
         """
         scheduled = self._scheduled_requests()
         fresh_names = [name for request, name in scheduled if not has_begun(request)]
@@ -410,21 +413,21 @@ class VllmEngine(Engine):
         return [(request, name) for request, name in scheduled if has_begun(request)]
 
     def _sampled_tokens(self, running: list[tuple[Any, str]]) -> list[tuple[str, int]]:
-        """Return the name of each running request, and how many tokens the version before sampled.
+        """Return (name, number of tokens sampled before this change of weights) of each running request.
 
-        A token that the device still works on counts: the weights of before began it. Where keys and values are
-        recomputed it is thrown away.
+        A token that the device is still sampling counts too, since the old weights began it. If keys and values are
+        recomputed, vLLM discards this token, and it does not count.
         """
         late = 0 if self._spec.recompute_kv_cache else 1
         return [(name, request.num_output_tokens + late * request.num_output_placeholders) for request, name in running]
 
     def _scheduled_requests(self) -> list[tuple[Any, str]]:
-        """Return the requests of vLLM's scheduler with the names that they were added by."""
+        """Return (request, name) of every request in vLLM's scheduler. name: the one in `ActiveRequests`."""
         requests = self._scheduler.requests
         states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
         return [(request, state.external_req_id) for request, state in states if request is not None]
 
     def _let_steps_pass(self, end: float) -> None:
-        """Wait until a step follows a change of weights, which ends the gap between two steps; at most 1 s."""
+        """Wait at most 1 s for the first step after `end`, so that `stall` can measure the gap between steps."""
         while self._requests and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
             time.sleep(_STAGED_POLL_S)

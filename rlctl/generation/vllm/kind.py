@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine: the builder of its process, and the environment there. Imports neither vLLM nor torch."""
+"""vLLM as an `EngineKind`: how to build the engine, and its environment variables. Imports neither vLLM nor torch."""
 
 import gc
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ _QUIET = {
 
 
 def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.worker_extension.RefitWorker") -> Engine:
-    """Build an engine, in its process. extension: class mixed into vLLM's workers, "module.Class"."""
+    """Build an engine; called in its process. extension: class mixed into vLLM's workers, "module.Class"."""
     from rlctl.generation.vllm.engine import VllmEngine
 
     if spec.device != "cpu":
-        # On a CPU engines compile nothing.
+        # Keep compiled kernels for the next start. Engines on a CPU compile nothing.
         keep_code(engine=True)
     engine = VllmEngine(spec, extension)
-    # Falling asleep and waking collect garbage three times a step: a built engine is none.
+    # `sleep` and `wake` collect garbage three times in a step: exclude the objects of the built engine.
     gc.collect()
     gc.freeze()
     return engine
@@ -34,12 +34,13 @@ def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.w
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment variables of an engine's process, to be set before anything imports torch or vllm.
 
-    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit. The engine must see
-    them: expandable segments of a device that it does not see are read at 364 GB/s instead of 383 (two H200s).
+    devices: the engine's GPUs. beside: other GPUs of the node, whose memory the engine reads in a refit. The engine
+    must see these: expandable segments of a device that it does not see are read at 364 GB/s instead of 383 (two
+    H200s).
 
-    The engine core runs in the actor's own process (weights change by a function call, and a token's version is
-    exact). On CPU, dynamo would spend 19 s compiling two elementwise sampling operations, and two OpenMP
-    threads would spin against the trainer's.
+    vLLM's engine core runs in the actor's own process, so that weights change by a function call and the version of
+    each token is exact. On CPU, dynamo is off, since it would spend 19 s on compiling two elementwise sampling
+    operations; one OpenMP thread is set, since two would compete with the trainer's threads.
     """
     env = {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if device == "cpu":

@@ -1,7 +1,8 @@
-"""Layout of tensors in an engine, found by watching its own loader load tensors that hold nothing.
+"""Layout of the engine's tensors, found by watching its own loader load empty tensors.
 
 vLLM has separate loaders for every architecture and parallel layout (fused projections, expert stacks, slices of a
-tensor-parallel rank, replicated heads). They end in plain copies, which are recorded here instead of made.
+tensor-parallel rank, replicated heads). All loaders end in plain copies. This module records the copies instead of
+making them.
 """
 
 import re
@@ -18,19 +19,20 @@ from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
-# Attributes of a module that are not its weights: those registered by torch, and those that vLLM binds to attention.
+# Attributes of a module that are not searched for weights: torch's registries, and the key-value cache of attention.
 _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
 
 
 class UnsupportedLayout(RuntimeError):
-    """The engine's loader does more than copy: weights must go through it."""
+    """Error or reason: the engine's loader does more than copy, so that new weights must go through the loader."""
 
-    # True if it may write into the live weights.
+    # True if the loader may write directly into the live weights.
     in_place = False
 
 
 def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[ParamSlice] | UnsupportedLayout:
-    """Return the regions of every tensor of the plan, or why there are none. runner: vLLM's, as after start-up."""
+    """Return the regions of the live weights for every tensor of the plan, or the reason why there are none. runner:
+    vLLM's model runner, still with the weights that it loaded at start-up."""
     if device.type == "cpu":
         return UnsupportedLayout("on CPU vLLM repacks its weights")
     model = runner.get_model()
@@ -48,9 +50,9 @@ def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[Par
 
 
 def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
-    """Return the regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`); load nothing.
+    """Return the regions of `model`'s weights for every tensor of the plan, without loading anything.
 
-    Raises UnsupportedLayout if a loader transforms a tensor.
+    model: a module with vLLM's `load_weights`. Raises UnsupportedLayout if a loader transforms a tensor.
     """
     hollow = {
         tensor.name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
@@ -60,7 +62,8 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
 
 
 def record_copies(model: Any, hollow: Mapping[str, Tensor]) -> list[ParamSlice]:
-    """Return the place in `model` of each tensor of `hollow`, which are on the meta device. Raises as above."""
+    """Return the regions of `model`'s weights into which `load_weights` copies `hollow`: empty tensors on the meta
+    device, by name. Raises UnsupportedLayout if a loader transforms a tensor."""
     recorder = _Recorder(hollow)
     try:
         with torch.no_grad(), recorder:
@@ -73,10 +76,9 @@ def record_copies(model: Any, hollow: Mapping[str, Tensor]) -> list[ParamSlice]:
 
 
 def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
-    """Compare an engine's weights with the files that it loaded, one tensor of each kind, bit by bit.
+    """Compare the engine's weights with the loaded files bit by bit, for one tensor of each kind (see `_kind`).
 
-    A model may rearrange weights after its loaders are through; the recorded copies cannot show this. Raises
-    UnsupportedLayout.
+    The recorded copies do not show if a model rearranges weights after loading. Raises UnsupportedLayout if it does.
     """
     kinds = {_kind(region.box.name): region for region in regions}
     for region in kinds.values():
@@ -86,17 +88,17 @@ def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
 
 
 def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool:
-    """Return True if the engine's loader may write into live weights: from `files` it would write their present values.
+    """Return True if the engine's loader may write into live weights: loading `files` again would not change them.
 
-    names: of the plan. One tensor of each kind is tried, and nothing is written. False for a model that rearranges
-    weights after loading, and for a loader without plain copies into parameters.
+    names: the plan's tensors. One tensor of each kind is tried, and nothing is written. Returns False for a model that
+    rearranges weights after loading, and for a loader that makes no plain copies into parameters.
     """
     for name in {_kind(name): name for name in names}.values():
         comparer = _Comparer(model)
         try:
             with torch.no_grad(), comparer:
                 model.load_weights(iter([(name, files.tensor(name))]))
-        except Exception:  # a loader of several tensors at a time, or a name that the folder lacks
+        except Exception:  # the loader needs several tensors at a time, or the folder lacks the name
             return False
         if not comparer.has_copied or comparer.has_differed:
             return False
@@ -104,22 +106,22 @@ def loads_in_place(model: Any, files: WeightFiles, names: Iterable[str]) -> bool
 
 
 def _kind(name: str) -> str:
-    """Return a tensor's name without the numbers of its layer and expert."""
+    """Return a tensor's name with * for the numbers of its layer and expert: equal for all tensors of one kind."""
     return re.sub(r"\d+", "*", name)
 
 
 def list_unregistered(model: torch.nn.Module) -> list[str]:
-    """Return the names of device tensors that modules hold neither as parameters nor as buffers; no key-value caches.
+    """Return the names of device tensors that are neither parameters nor buffers of a module, nor key-value caches.
 
-    No refit writes them, and vLLM does not keep them where it drops an engine's weights.
+    No refit writes these tensors, and vLLM does not keep them when it drops an engine's weights.
     """
     return [name for name, tensor in _iterate_unregistered(model) if tensor.device.type != "cpu"]
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return parameters, buffers and other tensors of modules by name, without key-value caches.
+    """Return all tensors of the model's modules by name: parameters, buffers and others, except key-value caches.
 
-    Other names than parameters' end with a word in brackets.
+    The name of a tensor that is no parameter ends with a word in brackets.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     for name, tensor in model.named_buffers():
@@ -130,7 +132,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _iterate_unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each attribute, in no storage of a parameter or buffer."""
+    """Yield (name, tensor) of the tensors in modules' attributes that share no storage with parameters or buffers."""
     registered = {tensor.untyped_storage().data_ptr() for tensor in chain(model.parameters(), model.buffers())}
     for module_name, module in model.named_modules():
         for attribute_name, attribute in vars(module).items():
@@ -142,9 +144,9 @@ def _iterate_unregistered(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]
 
 
 def _iterate_tensors(attribute: Any, *, in_objects: bool = True) -> Iterator[Tensor]:
-    """Yield the attribute if it is a tensor, else the tensors in it. It may be a collection.
+    """Yield the attribute if it is a tensor, else the tensors in it if it is a list, tuple or dict.
 
-    in_objects: it may be an object with attributes, but no module.
+    in_objects: also search the attributes of other objects, except modules.
     """
     if isinstance(attribute, Tensor):
         yield attribute
@@ -159,12 +161,12 @@ def _iterate_tensors(attribute: Any, *, in_objects: bool = True) -> Iterator[Ten
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each copy from a hollow tensor's memory."""
+    """Records each copy from an empty (meta) tensor to a real one, instead of copying."""
 
     def __init__(self, hollow: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.regions: list[ParamSlice] = []
-        # A view shares its tensor's storage object, on the meta device too: the storage leads to the tensor.
+        # Storage -> (name, tensor). A view shares the storage of its tensor, also on the meta device.
         self._by_storage = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in hollow.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -192,12 +194,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Comparer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compares copies into parameters with the present values, instead of copying."""
+    """Compares the source of each copy into a parameter with the parameter's present values, instead of copying."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        # A copy had a parameter as its target; a copy would have changed one.
+        # True if any copy had a parameter as its target; True if any copy would have changed a parameter.
         self.has_copied = False
         self.has_differed = False
 
@@ -212,5 +214,5 @@ class _Comparer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:
-    """Return the strides of dimensions longer than 1."""
+    """Return a tensor's strides, without those of dimensions of size 1. shape: used instead of the tensor's."""
     return tuple(step for step, size in zip(tensor.stride(), shape or tensor.shape) if size > 1)

@@ -1,6 +1,6 @@
-"""The answer of vLLM's registry: it has an architecture's layers, its Transformers backend serves it, or nothing does.
+"""vLLM's support of a model: its own layers serve the architecture, its Transformers backend does, or neither.
 
-The question is asked in an engine's process, by building the engine. A refusal is kept for the driver's next start.
+Building an engine, in the engine's process, gives the answer. A refusal is stored, so that the next start fails early.
 """
 
 import re
@@ -17,7 +17,8 @@ _CLASSES = "/vllm/model_executor/models/"
 
 
 def refusal(error: Exception, folder: str) -> ModelError | None:
-    """Return an error of `LLMEngine.from_engine_args` as one line, if it is about the model's class."""
+    """Return an error of `LLMEngine.from_engine_args` as a ModelError of one line; None if it is not about the model's
+    class."""
     import vllm
 
     if not re.search("Model architectures? .* (not supported|failed to be inspected)", str(error), re.DOTALL):
@@ -39,7 +40,7 @@ def refusal(error: Exception, folder: str) -> ModelError | None:
 
 
 def backend_note(llm: Any) -> str | None:
-    """Return a note for a person if vLLM's Transformers backend serves the model. llm: vLLM's `LLMEngine`."""
+    """Return a note for the user if vLLM's Transformers backend serves the model, else None. llm: an `LLMEngine`."""
     import vllm
     from vllm.model_executor.models.registry import ModelRegistry
 

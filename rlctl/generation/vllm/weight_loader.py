@@ -1,9 +1,9 @@
-"""Ways in which a vLLM worker takes new weights in: where they are received, and how they become the live ones.
+"""Ways in which a vLLM worker receives new weights and makes them live.
 
-staged: received into shadow parameters, on a thread, while the engine samples; then one short commit. The device does
-it after the steps that it has, and the host prepares the next step meanwhile. direct: received into the live weights,
-nothing sampled meanwhile. Either way the receiver has checked every item before `commit` returns; a failure before a
-staged commit leaves the live weights untouched.
+staged: a thread receives into shadow parameters while the engine samples; then one short commit copies them to the live
+ones. The device makes the commit after its queued steps, and the host prepares the next step meanwhile. direct: the
+live weights receive, and nothing is sampled meanwhile. In both modes the receiver has checked every item before
+`commit` returns. A failure before a staged commit leaves the live weights unchanged.
 """
 
 import logging
@@ -23,29 +23,29 @@ from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.weight_sink import WeightSink, WholeTensorSink
 from rlctl.utils.device_stream import Span, mark_here, total_seconds
 
-# Left free, apart from the shadow parameters, for the engine's own temporary memory.
+# Bytes that must stay free on the device besides the shadow parameters, for the engine's temporary memory.
 _SPARE_BYTES = 2 << 30
 
 
 class WeightLoader(Protocol):
-    """Destination of a version, and the step that makes it live."""
+    """A way to receive a version and make it live."""
 
     sink: WeightSink
     choice: LoadMode
 
     def commit(self) -> None:
-        """Make the received weights live; queued on the current stream or done."""
+        """Make the received weights live. On return the work is done, or queued on the current stream."""
 
     def prove(self, header: Header, sent: Mapping[int, int]) -> LiveProof | None:
-        """Return the proof that the live tensors are the sent ones; None if this loader has none.
+        """Return the proof that the live tensors are the sent ones; None if this loader gives no proof.
 
-        sent: verified checksums, by item. Raises RefitError naming the tensor that differs.
+        sent: number of an item -> its verified checksum. Raises RefitError that names a differing tensor.
         """
         return None
 
 
 class WeightReceiver:
-    """One vLLM worker's end of a refit."""
+    """Receiving end of a refit in one vLLM worker."""
 
     def __init__(self, receiver: ChunkReceiver, loading: WeightLoader, device: torch.device) -> None:
         self._receiver = receiver
@@ -53,12 +53,12 @@ class WeightReceiver:
         self._device = device
         self._staging: threading.Thread | None = None
         self._staged: ReceiveReport | Exception | None = None
-        # Begin and end of the last commit on the device, and its seconds on the host.
+        # (begin and end marks of the last commit on the device, seconds of that commit on the host).
         self._committing: tuple[Span, float] | None = None
 
     @property
     def choice(self) -> LoadMode:
-        """Mode in use."""
+        """Chosen way to receive weights."""
         return self._loading.choice
 
     @property
@@ -67,13 +67,13 @@ class WeightReceiver:
         return self._loading.sink
 
     def stage(self, header: Header) -> None:
-        """Begin to receive on a thread; `staged_report` tells when it is done."""
+        """Begin to receive on a thread. `staged_report` returns a report once the thread is done."""
         self._staged = None
         self._staging = threading.Thread(target=self._receive_staged, args=(header,), name="refit", daemon=True)
         self._staging.start()
 
     def staged_report(self) -> ReceiveReport | None:
-        """Return the receiver's report once everything arrived, None before. Raises the error of receiving."""
+        """Return the receiver's report once everything has arrived, None before. Raises the error of receiving."""
         if isinstance(self._staged, Exception):
             raise self._staged
         return self._staged
@@ -84,10 +84,10 @@ class WeightReceiver:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Make the received version live for everything queued from now on.
+        """Make the received version live for all steps that are queued from now on.
 
-        The host does not wait. Nothing may be received before `commit_seconds` says that the device is done. With
-        adapters `prove` comes next.
+        The host does not wait for the device. Do not receive the next version until `commit_seconds` returns a number.
+        With adapters, call `prove` next.
         """
         host_begin = time.perf_counter()
         device_begin = mark_here(self._device)
@@ -97,18 +97,19 @@ class WeightReceiver:
 
     @torch.no_grad()
     def prove(self, header: Header) -> LiveProof | None:
-        """Return the proof that the live tensors are those sent. Raises RefitError naming the tensor that differs."""
+        """Return the loader's proof that the live tensors are the sent ones; None if the loader gives no proof. Raises
+        RefitError that names a differing tensor."""
         return self._loading.prove(header, self._receiver.received)
 
     def commit_seconds(self) -> float | None:
-        """Return the seconds of the last commit once the device has done it, None before."""
+        """Return the seconds of the last commit once the device has finished it, None before."""
         assert self._committing, "commit comes before commit_seconds"
         device_span, host_seconds = self._committing
         _, device_end = device_span
         return max(host_seconds, total_seconds([device_span])) if device_end.is_reached() else None
 
     def close(self) -> None:
-        """Leave the transport; a thread that still receives ends with an error."""
+        """Close the transport. A thread that is still receiving ends with an error."""
         self._receiver.close()
 
     def _receive_staged(self, header: Header) -> None:
@@ -119,19 +120,19 @@ class WeightReceiver:
                 self._staged = self.receive(header)
         except Exception as error:
             self._staged = error
-        except BaseException as error:  # it would end the thread, and `staged_report` would wait
+        except BaseException as error:  # otherwise the thread would end silently, and `staged_report` never report
             self._staged = RuntimeError(f"receiving ended by {type(error).__name__}")
 
 
 class DirectLoader(WeightLoader):
-    """Receives straight into the live parameters."""
+    """Receives directly into the live parameters."""
 
     def __init__(self, plan: RefitPlan, regions: list[ParamSlice], reason: str, overwrites: bool) -> None:
         self.sink: WeightSink = ParamSliceSink(plan, regions)
         self.choice = LoadMode("direct", reason, 0, overwrites)
 
     def commit(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the weights are live already."""
 
 
 class ShadowLoader(WeightLoader):
@@ -146,7 +147,7 @@ class ShadowLoader(WeightLoader):
         parameters: dict[str, Tensor],
     ) -> None:
         self._shadow = ShadowParams(parameters, regions)
-        # Made on this thread's stream; received items come on others.
+        # The shadow parameters were made on this thread's stream, and other streams will write there.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
         self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites)
@@ -156,7 +157,7 @@ class ShadowLoader(WeightLoader):
 
 
 class WholeTensorLoader(WeightLoader):
-    """Receives whole tensors, which go through the engine's own loader."""
+    """Receives whole tensors, and passes them to the engine's own loader."""
 
     def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, reason: str) -> None:
         self._whole_tensors = WholeTensorSink(plan, device)
@@ -168,24 +169,24 @@ class WholeTensorLoader(WeightLoader):
 
 
 class InPlaceLoader(WholeTensorLoader):
-    """Has the engine's loader write into the live parameters; see `loads_in_place`.
+    """Has the engine's loader write into the live parameters, where `loads_in_place` allows it.
 
-    gpt_oss needs this way: vLLM copies its experts and sinks past the parameters' own loaders, and a reload leaves them
-    as they were. vLLM writes a warning then, and no error.
+    gpt_oss needs this loader: vLLM copies its experts and sinks without the parameters' own loaders, so that
+    `ReloadLoader` would leave them unchanged. vLLM then only logs a warning.
     """
 
     def commit(self) -> None:
-        """Load; CUDA graphs stay valid, for nothing has another place."""
+        """Load the weights in place. CUDA graphs stay valid, since no tensor moves."""
         self._runner.get_model().load_weights(self._whole_tensors.tensors())
 
 
 class ReloadLoader(WholeTensorLoader):
-    """Has the engine fuse and repack all weights as at its start."""
+    """Has the engine load all weights again as at its start, including fusing and repacking."""
 
     def commit(self) -> None:
-        """Load; the parameters keep their storage, so that CUDA graphs stay valid.
+        """Reload the weights. The parameters keep their storage, so that CUDA graphs stay valid.
 
-        Raises RefitError for weights that vLLM leaves as they were.
+        Raises RefitError if vLLM leaves some weights unchanged.
         """
         with LostWeights() as lost:
             self._runner.reload_weights(weights_iterator=self._whole_tensors.tensors())
@@ -204,12 +205,12 @@ def choose_loading(
     in_flight: bool,
     room: int,
 ) -> WeightLoader:
-    """Return the loader for a mode.
+    """Return the loader for a mode ("auto", "staged" or "direct").
 
-    runner: vLLM's model runner. regions: from `find_regions`. in_flight: sampling goes on during a refit. room: bytes
-    free on the device of every worker of the engine, after the transport's buffers.
+    runner: vLLM's model runner. regions: from `find_regions`. in_flight: True if sampling continues during a refit.
+    room: bytes free on the device of each worker of the engine, after the transport's buffers.
 
-    Raises RefitError for `direct` where the engine rearranges its weights, `staged` without enough memory, or
+    Raises RefitError for "direct" if the engine rearranges its weights, for "staged" if memory is short, and for
     parameters that the plan does not fill.
     """
     if isinstance(regions, UnsupportedLayout):
@@ -235,7 +236,7 @@ def choose_loading(
     other_tensors = list_unregistered(model)
     if other_tensors:
         reason += f"; {other_tensors[0]} is no parameter and is kept"
-    # Tensors that no refit writes must survive sleep.
+    # Tensors that no refit writes must survive `sleep`, so the weights must not be dropped.
     overwrites = not other_tensors
     if mode == "staged" or (mode == "auto" and in_flight and shadow_fits):
         return ShadowLoader(plan, regions, reason, overwrites, parameters)
@@ -243,7 +244,8 @@ def choose_loading(
 
 
 class LostWeights(logging.Handler):
-    """Collects the layers whose weights vLLM's reload warns of, within a block. A head may be tied to the embedding."""
+    """Collects, within a `with` block, the layers for which vLLM's reload logs "Failed to load weights". Heads are
+    ignored, since they may be tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -257,7 +259,7 @@ class LostWeights(logging.Handler):
             self.layers.append(layer)
 
     def __enter__(self) -> "LostWeights":
-        # VLLM_LOGGING_LEVEL may hide warnings.
+        # VLLM_LOGGING_LEVEL may have turned warnings off.
         self._logger.setLevel(logging.WARNING)
         self._logger.addHandler(self)
         return self
@@ -268,16 +270,16 @@ class LostWeights(logging.Handler):
 
 
 def _list_padded(model: torch.nn.Module) -> set[str]:
-    """Return the names of parameters with rows of padding: vocabularies rounded up."""
+    """Return the names of parameters with rows of padding: embeddings and heads with rounded-up vocabularies."""
     return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "num_embeddings_padded")}
 
 
 def _repack_for_cpu(model: torch.nn.Module) -> None:
-    """Bring the CPU kernels' own copies of weights up to date.
+    """Update the CPU kernels' own copies of weights.
 
-    On CPU, heads and experts compute with repacked copies that `reload_weights` leaves behind (seen in vLLM 0.32):
-    with tied embeddings the head would go on with the old weights, and experts would read unpacked memory as
-    packed. Neither is an error there, only wrong samples.
+    On CPU, heads and experts compute with repacked copies that `reload_weights` does not update (seen in vLLM 0.32):
+    with tied embeddings the head would keep the old weights, and experts would read unpacked memory as packed. vLLM
+    would raise no error, and sample wrong tokens.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

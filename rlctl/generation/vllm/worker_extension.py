@@ -1,6 +1,6 @@
-"""rlctl's extension of a vLLM worker: takes new weights in, and says how much memory is used.
+"""rlctl's extension of a vLLM worker: receives new weights, and reports memory and checksums.
 
-vLLM mixes this class into its own worker, hence the `rl_` prefix.
+vLLM mixes the class into its own worker, so its methods have the prefix `rl_`.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def listen_on_the_address_alone() -> None:
-    """Have torch's tcp:// rendezvous, by which the workers of an engine meet, use `open_store`."""
+    """Have torch's tcp:// rendezvous, which connects the workers of an engine, use `open_store`."""
 
     def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
         return open_store(host, port, server=rank == 0, timeout=timeout, world=world)
 
-    # torch.distributed has a function of the module's name.
+    # Imported by its full name, because `torch.distributed.rendezvous` as an attribute is a function.
     import_module("torch.distributed.rendezvous").__dict__["_create_c10d_store"] = create
 
 
@@ -40,7 +40,7 @@ listen_on_the_address_alone()
 
 
 def return_errors(method: Method) -> Method:
-    """Have the method return its error, for `VllmEngine._call_workers`."""
+    """Decorate a method to return its exceptions, as `VllmEngine._call_workers` expects."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ def return_errors(method: Method) -> Method:
 
 
 class RefitWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`)."""
+    """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
 
     model_runner: Any
     rank: int
@@ -63,13 +63,13 @@ class RefitWorker:
 
     @return_errors
     def rl_room(self) -> int:
-        """Leave the transport; return the bytes of device memory that are free then, 0 on a CPU."""
+        """Close the transport; return the bytes of device memory that are then free, 0 on a CPU."""
         if self._rl_receiver:
             self._rl_receiver.close()
             self._rl_receiver = None
         if self.device.type != "cuda":
             return 0
-        # Staging memory that torch keeps for later would not count as free.
+        # Otherwise staging memory that torch caches would not count as free.
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
@@ -77,7 +77,8 @@ class RefitWorker:
     def rl_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool, room: int
     ) -> LoadMode:
-        """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
+        """Choose a loader (see `choose_loading`) and join the transport. first_rank: the transport's rank of this
+        engine's first worker."""
         loader = self._choose_loader(plan, mode, in_flight, room - receiver_bytes(spec, plan))
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
         self._rl_receiver = WeightReceiver(receiver, loader, self.device)
@@ -95,7 +96,7 @@ class RefitWorker:
 
     @return_errors
     def rl_staged(self) -> ReceiveReport | None:
-        """Return the receiver's report once everything arrived, None before. Raises RefitError."""
+        """Return the receiver's report once everything has arrived, None before. Raises RefitError."""
         return self._rl.staged_report()
 
     @return_errors
@@ -105,21 +106,21 @@ class RefitWorker:
 
     @return_errors
     def rl_prove(self, header: Header) -> LiveProof | None:
-        """Return the proof that live tensors are those sent. Raises RefitError."""
+        """Return the proof that the live tensors are the sent ones; None if there is none. Raises RefitError."""
         return self._rl.prove(header)
 
     @return_errors
     def rl_committed(self) -> float | None:
-        """Return the seconds of the last commit once the device has done it, None before."""
+        """Return the seconds of the last commit once the device has finished it, None before."""
         return self._rl.commit_seconds()
 
     @return_errors
     def rl_checksums(self) -> dict[str, int]:
-        """Return a checksum of every parameter and buffer, and of the other tensors of modules."""
+        """Return a checksum of every parameter, every buffer and every other tensor of a module, by name."""
         tensors = live_tensors(self.model_runner.get_model())
         table = ChecksumTable(len(tensors), self.device)
         for tensor in tensors.values():
-            # vLLM keeps some on the host.
+            # vLLM keeps some tensors on the host.
             table.add(lay(tensor.to(self.device)))
         return dict(zip(tensors, table.all().tolist())) if tensors else {}
 
@@ -137,7 +138,7 @@ class RefitWorker:
         if adapters is not None:
             return AdapterLoader(plan, adapters, self.device, "adapters are small")
         if self._rl_regions is None:
-            # Once, while the engine still has the weights that it loaded itself.
+            # Done only once, while the engine still has the weights that it loaded from the files.
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         return choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
 

@@ -1,14 +1,14 @@
-"""One more token for each request that goes on, without vLLM's work for everything a request might need.
+"""Fast scheduling of one more token for each continuing request, without vLLM's general work for a request.
 
-Nearly all requests of a step need nothing but their next token: they do not end, and their last block has room. vLLM
-looks at some fifty properties of each, asks four layers for blocks, and makes an output for each token.
+Nearly all requests of a step only need their next token: they do not end, and their last cache block has room. For each
+such request vLLM checks some fifty properties, asks four layers for blocks, and makes an output object for the token.
 """
 
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-# Features that rlctl's engines lack. A scheduler with any of these, by its name in any compared release, is left alone.
+# Attributes of a scheduler for features that rlctl's engines do not use. If one is set, vLLM's own steps are kept.
 _FEATURES = (
     "connector",
     "ec_connector",
@@ -23,7 +23,7 @@ _FEATURES = (
 
 
 def only_full_attention(manager: Any) -> Any | None:
-    """Return the manager of blocks if all layers attend to the whole sequence, else None."""
+    """Return vLLM's manager of cache blocks if all layers attend to the whole sequence, else None."""
     managers = manager.coordinator.single_type_managers
     names = [type(single_type_manager).__name__ for single_type_manager in managers]
     return managers[0] if names == ["FullAttentionManager"] else None
@@ -38,11 +38,11 @@ class SampledTokens:
 
 
 class NextTokens:
-    """Stands before a scheduler's `schedule`, and takes in the tokens of requests that go on.
+    """Replaces a scheduler's `schedule`, and appends the sampled tokens of continuing requests.
 
-    Made for the releases of `COMPARED` (`switch.py`), requests of `vllm_request`, and models whose layers all attend
-    to the whole sequence; of others it takes nothing in. It repeats the steps of vLLM's schedulers for a running
-    request with one more token, in their order.
+    Works for the releases of `COMPARED` (`switch.py`), requests from `vllm_request`, and models whose layers all attend
+    to the whole sequence; for other models it changes nothing. It performs the same operations, in the same order, as
+    vLLM's schedulers do for a running request with one more token.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -54,16 +54,16 @@ class NextTokens:
         self._manager = scheduler.kv_cache_manager
         self._running_status = RequestStatus.RUNNING
         self._unpaused_state = PauseState.UNPAUSED
-        # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
+        # True if the next step is scheduled before this step's tokens are known; placeholders then stand for these.
         self._schedules_ahead = isinstance(scheduler, AsyncScheduler)
-        # Attributes that vLLM 0.25 lacks and later releases have.
+        # True if requests count tokens in flight: vLLM 0.25 does not, later releases do.
         self._counts_in_flight = "num_in_flight_tokens" in Request.__init__.__code__.co_names
-        # Attribute of a request: tokens that were sampled before it was preempted, and are yet to come.
+        # Attribute of a request: number of tokens in flight that must be discarded because it was preempted.
         self._stale_tokens = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
         block_manager = only_full_attention(self._manager)
         self._is_on = block_manager is not None and not any(getattr(scheduler, name, None) for name in _FEATURES)
         if block_manager is not None and self._is_on:
-            # vLLM's own dicts, by request: all its blocks, and the number of blocks in the prefix cache.
+            # vLLM's own dicts by request: its cache blocks, and how many of these are in the prefix cache.
             self._blocks = block_manager.req_to_blocks
             self._num_cached_blocks: dict[str, int] = block_manager.num_cached_block
             self._block_size = int(block_manager.block_size)
@@ -72,7 +72,7 @@ class NextTokens:
             scheduler.schedule = self._schedule_next
 
     def _schedule_next(self, throttle_prefills: bool = False) -> Any:
-        """Give each running request a token, and have vLLM schedule waiting requests with the remaining budget."""
+        """Schedule one token for each running request; have vLLM schedule waiting requests with the budget left."""
         scheduler = self._scheduler
         if throttle_prefills or scheduler._pause_state != self._unpaused_state:
             return self._vllm_schedule(throttle_prefills)
@@ -97,7 +97,7 @@ class NextTokens:
         return step
 
     def _select_continuing(self) -> list[Any]:
-        """Return the running requests that get one token; none where vLLM has more to decide about any request."""
+        """Return the running requests that need one more token; empty if any request needs vLLM's general scheduler."""
         scheduler = self._scheduler
         blocks = self._blocks
         block_size = self._block_size
@@ -116,7 +116,7 @@ class NextTokens:
             if computed + 1 >= max_length or (
                 placeholders and len(request._output_token_ids) + 1 >= request.max_tokens
             ):
-                # The request's last token is being computed: vLLM passes over the request too.
+                # The request's last token is being computed. vLLM skips the request too.
                 continue
             needed_blocks += computed >= len(blocks[request.request_id]) * block_size
             continuing.append(request)
@@ -124,7 +124,8 @@ class NextTokens:
         return continuing if has_blocks and len(continuing) <= scheduler.max_num_scheduled_tokens else []
 
     def _advance_requests(self, continuing: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
-        """Give each request a token. Return names, new blocks, tokens computed before, and tokens sampled."""
+        """Schedule one token for each request. Return four lists, one value for each request: name, new blocks or None,
+        number of tokens computed before, number of tokens sampled."""
         manager = self._manager
         blocks = self._blocks
         block_size = self._block_size
@@ -132,7 +133,7 @@ class NextTokens:
         caches_prefixes = self._caches_prefixes
         schedules_ahead = self._schedules_ahead
         lookahead = self._scheduler.num_lookahead_tokens
-        # vLLM passes a request over until the step of this number.
+        # Number of the step before which vLLM does not schedule the request again.
         eligible_step = self._scheduler.current_step + 2
         names: list[str] = []
         new_blocks: list[Any] = []
@@ -145,7 +146,7 @@ class NextTokens:
             names.append(name)
             computed_before.append(computed)
             sampled.append(len(request._output_token_ids) + placeholders)
-            # Tokens, without placeholders, whose keys and values are in the cache after this step.
+            # Number of known tokens (no placeholders) whose keys and values are in the cache after this step.
             cached_tokens = computed + 1 - placeholders
             if computed < len(blocks[name]) * block_size and not (
                 caches_prefixes and cached_tokens // block_size > num_cached_blocks.get(name, 0)
@@ -165,9 +166,9 @@ class NextTokens:
     def append_tokens(
         self, scheduled: Any, sampled: Any, log_probs: list[float], running: dict[str, SampledTokens]
     ) -> Any:
-        """Append the step's token to each request that already has one and surely goes on, and to its row of `running`.
+        """Append the step's token to each continuing request that has a token already, and to its entry in `running`.
 
-        log_probs: one per row of `sampled`. Returns the step without those requests, for `update_from_output`.
+        log_probs: one for each row of `sampled`. Returns the step without those requests, for `update_from_output`.
         """
         if not self._is_on or scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
             return scheduled
@@ -208,7 +209,7 @@ class NextTokens:
         return scheduled
 
     def _goes_on(self, request: Any, token: int, max_length: int) -> bool:
-        """Return True if a request runs, has a token already, and another is sampled after `token`."""
+        """Return True if a request runs, has sampled a token already, and will sample another one after `token`."""
         params = request.sampling_params
         return (
             0 < len(request._output_token_ids) < request.max_tokens - 1

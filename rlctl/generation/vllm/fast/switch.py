@@ -1,7 +1,8 @@
-"""The switch of vLLM's shortened steps, `generation.engine.fast_path`: all shortened steps, or vLLM's own.
+"""The switch `generation.engine.fast_path`: shortened steps of vLLM (`next_token.py`, `step_outputs.py`) or its own.
 
-They take the place of vLLM's private code. So they are on only for the exact versions compared with vLLM's steps bit by
-bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and where every name that they need exists.
+The shortened steps replace vLLM's private code. So they are on only for the exact vLLM versions whose steps were
+compared bit by bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and if every name that they
+need exists.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,9 +15,9 @@ from rlctl.generation.vllm.fast.next_token import NextTokens
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 from rlctl.preflight.engines.vllm import VllmOptions
 
-# By device, versions of vLLM: a new one is added when it passes both tests.
+# Device -> compared versions of vLLM. A new version is added when it passes both tests.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
-# Names of a scheduler, and of its parts, that the shortened steps read or set.
+# Attributes of a scheduler, and of its parts, that the shortened steps read or set.
 SCHEDULER = (
     "_pause_state",
     "connector",
@@ -42,7 +43,7 @@ SCHEDULER = (
     "kv_cache_manager.coordinator.single_type_managers",
     "kv_cache_manager.enable_caching",
 )
-# Names of a request.
+# Attributes of a request that the shortened steps read or set.
 REQUEST = (
     "_all_token_ids",
     "_output_token_ids",
@@ -56,11 +57,11 @@ REQUEST = (
     "status",
     "update_block_hashes",
 )
-# Names of which either the first or the second exists, by version.
+# Attributes of a request with different names in different versions: one name of each tuple must exist.
 EITHER = (("num_stale_output_tokens", "async_tokens_to_discard"),)
 # Sampling parameters that the shortened steps honour, with any value.
 HONOURED = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "skip_clone", "stop_token_ids")
-# Parameters that have one value in every request of rlctl's. All further ones have vLLM's default.
+# Sampling parameters with the same value in every request of rlctl. All parameters not named here have vLLM's default.
 FIXED = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, "output_kind": "FINAL_ONLY"}
 
 
@@ -79,7 +80,7 @@ def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
 
 
 def _find_obstacle(llm: Any, device: str) -> str | None:
-    """Return the reason for which an engine's steps cannot be shortened, None if they can."""
+    """Return the reason why an engine's steps cannot be shortened, None if they can."""
     import vllm
 
     version = vllm.__version__.partition("+")[0]
@@ -104,7 +105,7 @@ def missing(owner: Any, names: Iterable[str]) -> list[str]:
 
 
 def _missing_of_requests() -> list[str]:
-    """Return the names of `REQUEST` that a request would lack. No request exists yet: its class is read."""
+    """Return the names of `REQUEST` and `EITHER` that a request would lack. No request exists yet: read its class."""
     from vllm.v1.request import Request
 
     available = {*dir(Request), *Request.__init__.__code__.co_names}
@@ -114,7 +115,7 @@ def _missing_of_requests() -> list[str]:
 
 
 def refuse_what_is_not_honoured(params: Any) -> None:
-    """Raise ValueError for a sampling parameter that shortened steps would pass over. params: `SamplingParams`."""
+    """Raise ValueError for a sampling parameter that shortened steps would ignore. params: `SamplingParams`."""
     names, read_values, fixed_values = _fixed_parameters()
     values = read_values(params)
     if values == fixed_values:
@@ -128,7 +129,8 @@ def refuse_what_is_not_honoured(params: Any) -> None:
 
 @cache
 def _fixed_parameters() -> tuple[list[str], Callable[[Any], Any], Any]:
-    """Return the names of sampling parameters that must have a fixed value, their reader, and the values."""
+    """Return three values: the names of sampling parameters with a fixed value, a function that reads these parameters
+    of a request, and their fixed values."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
