@@ -24,6 +24,13 @@ def complete_recipe(incomplete: str) -> Offers:
     return [(name, "recipe") for name in recipe_names() if name.startswith(incomplete)]
 
 
+def complete_example(incomplete: str) -> Offers:
+    """Offer the shipped examples."""
+    from rlctl.config.builtin import example_names
+
+    return [(name, "example") for name in example_names() if name.startswith(incomplete)]
+
+
 def complete_config(incomplete: str) -> Offers:
     """Offer names of configs: shipped recipes, YAML files and run directories."""
     return [*complete_recipe(incomplete), *_paths(incomplete)]

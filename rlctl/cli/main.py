@@ -29,6 +29,7 @@ from rlctl.cli import (
     runs,
     train,
 )
+from rlctl.cli import examples as example_commands
 from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem, UserError
@@ -59,6 +60,7 @@ _ORDER = (
     "env",
     "loss",
     "recipes",
+    "examples",
     "cluster",
     "bench",
     "doctor",
@@ -89,7 +91,7 @@ app = typer.Typer(
         "rlctl --install-completion              recipes, config keys and runs at the tab key",
     ),
 )
-for _part in (train, runs, config, model, data, env, loss, recipes, cluster, bench):
+for _part in (train, runs, config, model, data, env, loss, recipes, example_commands, cluster, bench):
     app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2], cls=Commands)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("export", epilog=export.EPILOG)(export.export)

@@ -1,4 +1,4 @@
-"""The YAML of rlctl: defaults in configs/, complete runs in recipes/, and the file of a name."""
+"""The files that come with rlctl: configs/ with all defaults, recipes/, examples/; and the file of a name."""
 
 import os
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ CONFIGS = _ROOT / "configs"
 RECIPES = _ROOT / "recipes"
 # Losses, advantages and the like by the name of a paper: keys to put over any recipe.
 ALGORITHMS = RECIPES / "algorithms"
+EXAMPLES = _ROOT / "examples"
 
 
 def recipe_names() -> list[str]:
@@ -27,6 +28,11 @@ def recipe_names() -> list[str]:
 def algorithm_names() -> list[str]:
     """Return the names of the shipped algorithms; a recipe takes one by `defaults: [..., algorithms/NAME]`."""
     return sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
+
+
+def example_names() -> list[str]:
+    """Return the names of the shipped examples, each a folder with a page."""
+    return sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 
 
 def runs_folder(overrides: Iterable[str] = ()) -> Path:

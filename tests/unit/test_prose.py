@@ -16,6 +16,7 @@ CEILINGS = {
     "rlctl": GOAL,
     "tests": GOAL,
     "recipes": GOAL,
+    "examples": GOAL,
     **{
         f"rlctl/{folder}": GOAL
         for folder in (
@@ -26,7 +27,7 @@ CEILINGS = {
     },
 }
 # Passages that begin with a word that is no beginning (`prose.py`).
-OPENINGS = {"rlctl": 4, "tests": 0, "recipes": 0}
+OPENINGS = {"rlctl": 4, "tests": 0, "recipes": 0, "examples": 0}
 _SHOWN = 8
 
 

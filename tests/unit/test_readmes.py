@@ -8,6 +8,7 @@ lists the others, each with the reason.
 import ast
 import re
 import shlex
+import shutil
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 from rlctl.cli import bench as bench_commands
 from rlctl.cli.arguments import split
 from rlctl.cli.main import app
+from rlctl.config.builtin import RECIPES
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
 from rlctl.config.fields import schema_key, schema_keys
@@ -34,7 +36,7 @@ from rlctl.preflight.load import load
 from tests.unit import folders
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("rlctl", "configs", "recipes", "tests")
+FOLDERS = ("rlctl", "configs", "recipes", "examples", "tests")
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 MOST_WORDS = 1000
 # Beginning of a command -> the reason why it goes no further than the parser here.
@@ -53,7 +55,7 @@ PARSED_ONLY = {
     "rlctl doctor": "judges the reader's machine; tests/unit/cli/test_doctor.py",
     "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
 }
-RUN_HERE = ("rlctl config", "rlctl env", "rlctl loss", "rlctl recipes", "rlctl --version")
+RUN_HERE = ("rlctl config", "rlctl env", "rlctl loss", "rlctl recipes", "rlctl examples", "rlctl --version")
 # The mistake of the example of a mistake.
 IS_WRONG = "grpo.num_step=10"
 # Files that the examples name.
@@ -102,6 +104,10 @@ def blocks(path: Path) -> Iterator[Block]:
 
 
 ALL_BLOCKS = [block for path in PAGES for block in blocks(path)]
+# A script of an example is read as a block of commands.
+for _path in sorted((ROOT / "examples").glob("*/*.sh")):
+    _lines = [line.replace('"$@"', "") for line in _path.read_text().splitlines() if line.startswith("rlctl ")]
+    ALL_BLOCKS.append(Block(name_of(_path), "sh", _lines))
 # Names of files that a page prints whole: the first line of a block is the name.
 PRINTED_FILES = {block.lines[0].removeprefix("# ") for block in ALL_BLOCKS if block.lines}
 
@@ -168,6 +174,9 @@ def reader(home: Path) -> Path:
     (home / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for name, text in CLUSTERS.items():
         (home / name).write_text(text)
+    # Models and runs that earlier commands of a page make.
+    for name in ("llama-tiny", "warm"):
+        (home / name).symlink_to(RECIPES / "tiny/qwen3-tiny")
     return home
 
 
@@ -180,6 +189,9 @@ def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
     reader: Path, monkeypatch: pytest.MonkeyPatch, place: str, command: str
 ) -> None:
     words = words_of(command)
+    if place.startswith("examples/") and place.count("/") > 1:
+        # Commands of an example's page are typed in its folder.
+        shutil.copytree(ROOT / Path(place).parent, reader, dirs_exist_ok=True)
     if words[0] == "make":
         targets = re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text())
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
@@ -196,8 +208,9 @@ def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
         paths = [word.partition("::")[0] for word in words[words.index("pytest") + 1 :] if word.startswith("tests")]
         assert paths and all((ROOT / path).exists() for path in paths)
         return
-    if words[0] == "python":
-        assert (ROOT / words[1]).is_file() or words[1] in PRINTED_FILES
+    if words[0] in ("python", "bash", "jupyter"):
+        files = [word for word in words if word.endswith((".py", ".sh", ".ipynb"))]
+        assert files and ((ROOT / files[0]).is_file() or (reader / files[0]).is_file() or files[0] in PRINTED_FILES)
         return
     assert words[0] == "rlctl", f"{place}: nothing here knows how to try `{command}`"
     check_rlctl(reader, monkeypatch, words)

@@ -19,7 +19,7 @@ from tests.prose import passages
 from tests.unit.test_house import FILES, PACKAGE, tree
 
 ROOT = PACKAGE.parent
-FOLDERS = ("rlctl", "configs", "recipes", "tests", ".ci", ".github")
+FOLDERS = ("rlctl", "configs", "recipes", "examples", "tests", ".ci", ".github")
 PAGES = [ROOT / "README.md", *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.md")))]
 # This file has names that are stale on purpose.
 TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
@@ -28,7 +28,7 @@ ALL_FILES = [*PAGES, *FILES, *TESTS]
 EXAMPLES = re.compile(r"(^|/)(my\w*|mine|file|NAME\w*|readme_\w+)\.\w+$|NAME|\*|MODULE|FOLDER|_N$|_$")
 CODE = re.compile(r"`([^`\n]+)`")
 A_FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|md|sh)")
-A_FOLDER = re.compile(r"(?:rlctl|tests|configs|recipes)/[\w/.-]+")
+A_FOLDER = re.compile(r"(?:rlctl|tests|configs|recipes|examples)/[\w/.-]+")
 A_MEMBER = re.compile(r"([A-Z]\w*[a-z]\w*)\.(\w+)(?:\(.*\))?")
 # A dotted name, perhaps called, perhaps with a value.
 A_NAME = re.compile(r"([a-z_]\w*(?:\.\w+)*)(\(.*\))?((?:=|: ).*)?")
