@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator whose every use costs a little."""
+"""Arithmetic with a calculator: its first use is free, each further use costs a little."""
 
 from typing import Any
 
@@ -37,6 +37,6 @@ class PricedCalculator:
         return "Thank you."
 
     def get_reward(self) -> dict[str, float]:
-        """Return 1 for a right answer, and the price of all uses apart."""
+        """Return 1 for a right answer, and the price of the uses apart. The sum decides if a rollout is right, at 1."""
         is_right = self._answer == compute(self._expression)
-        return {"right": float(is_right), "price": -self._price * self._uses}
+        return {"right": float(is_right), "price": -self._price * max(0, self._uses - 1)}

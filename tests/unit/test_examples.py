@@ -96,7 +96,7 @@ def test_the_reward_is_nearer_to_1_for_a_nearer_number(monkeypatch: pytest.Monke
     assert scores == [1.0, 0.75, 0.9, 0.0, 0.0, 0.0, 0.0]
 
 
-def test_the_environment_charges_each_use_and_pays_a_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_charges_each_further_use_and_pays_a_right_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = load("environment", "priced_calculator", monkeypatch).PricedCalculator
     contract = read_contract(kind, {"price": 0.25})
     assert contract.problems == []
@@ -105,9 +105,9 @@ def test_the_environment_charges_each_use_and_pays_a_right_answer(monkeypatch: p
     assert "12 * 9" in game.reset(expression="12 * 9")
     assert game.get_reward() == {"right": 0.0, "price": 0.0}
     assert (game.calculate("12 * 9"), game.calculate("1 + 1")) == ("108", "2")
-    assert game.get_reward() == {"right": 0.0, "price": -0.5}
+    assert game.get_reward() == {"right": 0.0, "price": -0.25}
     game.answer(108)
-    assert game.get_reward() == {"right": 1.0, "price": -0.5}
+    assert game.get_reward() == {"right": 1.0, "price": -0.25}
 
 
 class Guesser(BaseHTTPRequestHandler):

@@ -48,7 +48,7 @@ def test_no_command_imports_what_is_slow_before_it_needs_it() -> None:
 def test_every_command_has_help_with_an_example(rlctl: Rlctl) -> None:
     commands = ["train grpo", "train sft", "config show", "config check", "config diff", "doctor", "eval", "export"]
     commands += ["loss check", "recipes list", "recipes show", "recipes copy", "runs list", "runs show", "runs dash"]
-    commands += ["env check", "env tasks"]
+    commands += ["env check", "env tasks", "examples list", "examples copy"]
     for command in commands:
         done = rlctl(*command.split(), "--help")
         assert done.code == 0
