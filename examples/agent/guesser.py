@@ -11,18 +11,18 @@ Message = dict[str, Any]
 
 
 def run(task: Any, base_url: str, api_key: str) -> float:
-    """Play one game. Return 1 for a game that is won at once, less for each further guess, and 0 for a lost one."""
+    """Play one game. Return 0 for a lost one, 1 for a win, and 0.1 more for each guess that is left."""
     game = task.row
     prompt = PROMPT.format(low=game["low"], high=game["high"], guesses=GUESSES)
     messages: list[Message] = [{"role": "user", "content": prompt}]
-    for guesses_used in range(GUESSES):
+    for guesses_left in reversed(range(GUESSES)):
         message = ask(messages, base_url, api_key)
         number = re.search(r"\d{1,9}", message["content"] or "")
         if number is None:
             return 0.0
         guess = int(number[0])
         if guess == game["secret"]:
-            return 1 - 0.1 * guesses_used
+            return 1 + 0.1 * guesses_left
         hint = "higher" if guess < game["secret"] else "lower"
         messages += [message, {"role": "user", "content": hint}]
     return 0.0

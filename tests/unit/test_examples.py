@@ -156,7 +156,7 @@ def test_the_agent_plays_by_the_hints_until_it_wins_or_has_guessed_five_times(
     task = TaskOfARow(row={"low": 1, "high": 15, "secret": 4})
     Guesser.guesses[:] = ["8", "it is 2.", "4"]
     Guesser.requests.clear()
-    assert run(task, address, "secret-key") == pytest.approx(0.8)
+    assert run(task, address, "secret-key") == pytest.approx(1.2)
     paths = {path for path, _, _ in Guesser.requests}
     keys = {key for _, key, _ in Guesser.requests}
     assert (paths, keys) == ({"/v1/chat/completions"}, {"Bearer secret-key"})
