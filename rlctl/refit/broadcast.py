@@ -1,13 +1,13 @@
-"""Refit by broadcast from the trainer ranks that own a part to all engine workers: NCCL between GPUs, gloo on CPU.
+"""Refit by broadcast from the owners (trainer ranks with chunks) to all engine workers: NCCL on GPUs, gloo on CPU.
 
-The owners are dealt out over at most two private groups (own store, own communicator), whatever their number: an engine
-worker is in each, an owner in one, and the owners of a group take turns as root. So an owner receives the others'
-chunks too, into one buffer that it forgets. Items of the right dtype are sent from and received into place, a chunk's
-tensors as one group of broadcasts; the others pass through rings of buffers. Buffers come back by stream order alone:
-the host only queues.
+The owners are distributed over at most two private groups (own store, own communicator). An engine worker is a member
+of every group, an owner of one group. The owners of a group take turns as root, so an owner also receives the other
+owners' chunks, into one buffer whose contents are ignored. Items of the right dtype are sent and received without a
+copy, a chunk's tensors as one group of broadcasts. All other items pass through rings of buffers. The order of work on
+the streams makes buffers free again: the host only queues.
 
 Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at the rate of one raw broadcast
-(368.8 against 368.5 GB/s), one broadcast a tensor at 332.5.
+(368.8 against 368.5 GB/s); one broadcast for each tensor runs at 332.5.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,12 +27,12 @@ from rlctl.refit.weight_sink import WeightSink
 from rlctl.refit.weight_source import WeightSource
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span
 
-# Number of words of a header: version and plan.
+# Number of words in a header: version and plan digest.
 _HEADER_WORDS = 2
 
 
 class BroadcastSender(SenderTransport):
-    """A trainer rank's side. Rank 0 keeps the store where all meet, whether or not it owns anything."""
+    """A trainer rank's side. Rank 0 runs the store at which all members meet, even if it owns no chunk."""
 
     buffers: ChunkBuffers
 
@@ -44,23 +44,24 @@ class BroadcastSender(SenderTransport):
         rank = source.rank
         self._store = rendezvous(spec, rank == 0)
         self._chunks = source.chunks
-        # Owners of this rank's group; none for a rank without chunks, which has no group.
+        # Owners of this rank's group; empty for a rank without chunks, which has no group.
         owners = next((group for group in plan.owner_groups if rank in group), ())
         self._group: BroadcastGroup | None = None
         if owners:
             await_members(self._store, spec, len(plan.owners) + spec.receivers, PeerLost)
             self._group = BroadcastGroup(self._store, spec, owners, rank=owners.index(rank), device=device)
         self._owners = owners
-        # The group's chunks in sending order, and those of other owners as they are passed on.
+        # The group's chunks in sending order, and the memory into which other owners' chunks are received.
         self._order = [chunk for chunk in plan.chunks if chunk.owner in set(owners)]
         self._scratch = Scratch((chunk for chunk in self._order if chunk.owner != rank), device)
         self._header = _host_words(_HEADER_WORDS, device)
         self._ring = StagingBuffers(plan, self._chunks, spec.num_buffers, device, source.ready_singles())
-        # The ring itself: `ChunkSender` packs into it.
+        # The same object: `ChunkSender` packs into the ring.
         self.buffers = self._ring
         self._wire = DeviceStream(device, urgent=True)
-        # By chunk and buffer, found once.
+        # (chunk's number, buffer) -> tensors to send. Kept for later refits.
         self._pieces: dict[tuple[int, int], list[Tensor]] = {}
+        # Reason of `drop`; empty if it was not called.
         self._dropped = ""
 
     @property
@@ -69,10 +70,10 @@ class BroadcastSender(SenderTransport):
 
     def begin(self, header: Header, deadline: Deadline) -> None:
         self._deadline = deadline
-        # Ends of this rank's broadcasts.
+        # Device events at the ends of this rank's broadcasts.
         self._sent: list[DeviceEvent] = []
         self._announced = header
-        # Chunks of the group, in `_order`, whose broadcasts are queued.
+        # Number of chunks in `_order` whose broadcasts are queued.
         self._queued_chunks = 0
         self._header.copy_(torch.tensor(_header_words(header)))
         self._wire.follow()
@@ -122,8 +123,8 @@ class BroadcastSender(SenderTransport):
         self.wire = self._sent[-2].seconds_since(self._first_packed)
 
     def drop(self, receivers: list[int], reason: str) -> None:
-        # A broadcast cannot go on without one of its receivers. Engines learn of the loss by the store: they may be
-        # busy.
+        # A broadcast needs all of its receivers. The store tells the engines about the loss, since their threads may
+        # be busy in a broadcast.
         self._dropped = f"engine workers {', '.join(map(str, receivers))} dropped out: {reason}"
         if self._source.rank == 0 and self._store:
             announce_loss(self._store, self._dropped)
@@ -138,7 +139,7 @@ class BroadcastSender(SenderTransport):
         self._group = self._store = None
 
     def _receive_until(self, until: Chunk | None) -> None:
-        """Take part in the other owners' broadcasts before that of chunk `until`; None: in all that are left."""
+        """Take part in the other owners' broadcasts that come before chunk `until`; None: in the remaining ones."""
         while self._queued_chunks < len(self._order):
             chunk = self._order[self._queued_chunks]
             if chunk is until:
@@ -147,12 +148,12 @@ class BroadcastSender(SenderTransport):
             self._queued_chunks += 1
 
     def _exchange(self, words: Tensor | None, purpose: str, count: int | None = None) -> None:
-        """Send this owner's words while the other owners send theirs.
+        """Send this owner's words, and receive the other owners' words.
 
-        words: None if this owner sends none. count: words of each owner; None: as many as it has checksums.
+        words: int64; None if this owner sends none. count: number of words of each owner; None: of its checksums.
         """
         parts = []
-        # All members name the owners in the same order.
+        # All members must use the same order of owners.
         for owner in sorted(self._owners):
             if owner == self._source.rank:
                 if words is not None:
@@ -171,32 +172,32 @@ class BroadcastSender(SenderTransport):
 
 
 class Scratch:
-    """Memory into which an owner receives the chunks of the others of its group, one at a time."""
+    """Memory into which an owner receives the chunks of the other owners in its group, one at a time."""
 
     def __init__(self, chunks: Iterable[Chunk], device: torch.device) -> None:
-        """Take the memory; before any refit, since asking for it may wait for the device."""
+        """Allocate the memory. Call it before any refit, since an allocation may wait for the device."""
         self.nbytes = max((chunk.nbytes for chunk in chunks), default=0)
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def pieces(self, chunk: Chunk) -> list[Tensor]:
-        """Return the bytes that a chunk's broadcasts fill: uint8, one tensor a segment."""
+        """Return the memory that a chunk's broadcasts fill: one uint8 tensor for each segment."""
         return [self._bytes[segment.offset : segment.offset + segment.nbytes] for segment in chunk.segments]
 
 
 class _Wire:
-    """An engine worker's part in one group: the stream of its wire, and the words received."""
+    """An engine worker's membership in one group: the stream of its transfers, and the received words."""
 
     def __init__(self, group: BroadcastGroup, capacity: int) -> None:
-        """capacity: most words that come at a time."""
+        """capacity: most words that one exchange receives."""
         self.group = group
         self.stream = DeviceStream(group.device, urgent=True)
-        # Now, while no refit runs: asking for memory may wait for the device, and so for a wire.
+        # Allocated now, while no refit runs: an allocation may wait for the device, and so for a transfer.
         with self.stream:
             self._words = torch.empty(capacity, dtype=torch.int64, device=group.device)
         self._host = _host_words(capacity, group.device)
 
     def queue_words(self, counts: dict[int, int], purpose: str) -> None:
-        """Queue the receiving of each owner's words, for `await_words`. counts: number of words by owner."""
+        """Queue the receiving of each owner's words, for `await_words`. counts: owner -> number of words."""
         self._parts: dict[int, slice] = {}
         end = 0
         for owner, count in counts.items():
@@ -208,7 +209,7 @@ class _Wire:
             self._arrival = stream.mark()
 
     def await_words(self, owner: int, deadline: Deadline, message: str) -> list[int]:
-        """Return the words of an owner that were queued last. message: that of a deadline that passes."""
+        """Wait for the words that were queued last; return one owner's words. message: error text at the deadline."""
         while not self._arrival.is_reached():
             deadline.check(lambda: message)
         words: list[int] = self._host[self._parts[owner]].tolist()
@@ -227,7 +228,7 @@ class BroadcastReceiver(ReceiverTransport):
         self._store = rendezvous(spec, False)
         await_members(self._store, spec, len(plan.owners) + spec.receivers, Untouched)
         self._wires: dict[int, _Wire] = {}
-        # Each group's last chunk, after which the checksums of its owners come.
+        # Number of a group's last chunk -> the group. The checksums of the group's owners follow that chunk.
         self._ends: dict[int, _Wire] = {}
         for owners in plan.owner_groups:
             try:
@@ -248,9 +249,9 @@ class BroadcastReceiver(ReceiverTransport):
         self._header = header
         self._deadline = deadline
         self._watch.begin()
-        # Ends of the loads of chunks, in the plan's order.
+        # Device events at the ends of chunks' loads, in the plan's order.
         self._load_ends: list[DeviceEvent] = []
-        # Checked items of each owner that has some, in the order of the checksums that it sends.
+        # Owner -> its checked items, in the order of its checksums.
         self._summed_items: dict[int, list[int]] = {}
         if self._sink is not sink:
             segments = chain.from_iterable(chunk.segments for chunk in self._plan.chunks)
@@ -258,14 +259,14 @@ class BroadcastReceiver(ReceiverTransport):
             in_place = {number for number in singles if sink.target(number) is not None}
             self._ring = StagingBuffers(self._plan, self._plan.chunks, self._slots, self._device, in_place)
             self._sink = sink
-            # By chunk and buffer, found once.
+            # (chunk's number, buffer) -> tensors to receive into. Kept for later refits.
             self._pieces: dict[tuple[int, int], list[Tensor]] = {}
             self.extra_bytes = self._ring.nbytes
         wires = list(self._ends.values())
         for wire in wires:
             wire.stream.follow()
         self._loading.follow()
-        # Every owner must be about to send the announced version and plan: found out before any weight is overwritten.
+        # Before any weight is overwritten, verify that every owner is about to send the announced version and plan.
         for wire in wires:
             wire.queue_words(dict.fromkeys(wire.group.owners, _HEADER_WORDS), "the header")
         for owner, wire in self._wires.items():
@@ -291,7 +292,7 @@ class BroadcastReceiver(ReceiverTransport):
         return slot, self._loading
 
     def _queue_sums(self, wire: _Wire) -> None:
-        """Queue the receiving of the checksums of a wire's owners."""
+        """Queue the receiving of the checksums from all owners of a group."""
         counts = {}
         for owner in wire.group.owners:
             checked = self._plan.checked_items_of(owner, self._header)
@@ -319,7 +320,7 @@ class BroadcastReceiver(ReceiverTransport):
         return self._arrival.seconds_since(self._wire_start), sum(loading.values())
 
     def finish(self, header: Header) -> None:
-        # An aborted wire ends as if its chunk had arrived. Without checksums only the watch tells the two apart.
+        # An aborted broadcast ends as if its chunk had arrived. Without checksums only the watch detects the abort.
         self._watch.end()
 
     def abort(self) -> None:
@@ -344,12 +345,12 @@ class BroadcastReceiver(ReceiverTransport):
 
 
 def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
-    """Return the memory of a receiver's buffers at most."""
+    """Return the most bytes that a receiver uses for buffers."""
     return _slot_count(spec, plan) * max(chunk.nbytes for chunk in plan.chunks)
 
 
 def _slot_count(spec: TransportSpec, plan: RefitPlan) -> int:
-    # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded.
+    # Groups take turns. With the slots of one group only, a group would wait until its last chunk was loaded.
     return spec.num_buffers * len(plan.owner_groups)
 
 
@@ -358,12 +359,12 @@ def _header_words(header: Header) -> list[int]:
 
 
 def _host_words(count: int, device: torch.device) -> Tensor:
-    """Return int64 [count] on the host, to or from which a CUDA device copies while the host goes on."""
+    """Return int64 [count] in host memory, pinned if the device is CUDA, so that copies do not block the host."""
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _chunk_pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable[[int], Tensor | None]) -> list[Tensor]:
-    """Return the bytes that a chunk's broadcasts send or receive: in the ring's buffer, or in place."""
+    """Return the memory that a chunk's broadcasts send or fill: the ring's buffer, or the tensors from `place`."""
     pieces = []
     for segment in chunk.segments:
         if segment.first in ring.offsets:
@@ -371,6 +372,6 @@ def _chunk_pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable
         else:
             tensor = place(segment.first)
             assert tensor is not None, "items without a place pass through the ring"
-            # Bytes, flat: a broadcast carries no dtype.
+            # As flat bytes, because broadcasts here ignore dtypes.
             pieces.append(tensor.detach().flatten().view(torch.uint8))
     return pieces

@@ -1,7 +1,7 @@
-"""Refits of several nodes side by side: the engines of a node take weights from the trainer ranks of that node.
+"""Concurrent refits of several nodes: the engines of a node receive weights from the trainer ranks of that node.
 
-Ranks of all nodes hold the same boxes in the same order, so one plan serves all nodes. Its owners are counted from a
-node's first rank, and so are ranks in messages of a node's processes.
+Ranks of all nodes hold the same boxes in the same order, so one plan serves all nodes. The plan numbers owners from a
+node's first rank. Messages of a node's processes use the same numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class RefitByNode:
-    """A `Refit` for each node, with the same calls. Engines are known by their places among those of all nodes."""
+    """One `Refit` for each node, with the methods of `Refit`. Indices of engines count the engines of all nodes."""
 
     def __init__(self, trainers: WorkerGroup, options: RefitOptions, folders: Mapping[str, str]) -> None:
         """Make the plan, and a refit for each node.
 
-        folders: node id -> folder of weights in transit, in the order of the ranks. Raises RefitError if the ranks of
-        two nodes hold different boxes.
+        folders: node id -> folder in host memory (`TransportSpec.folder`), in the order of the ranks. Raises RefitError
+        if the ranks of two nodes hold different boxes.
         """
         self._trainers = trainers
         self.options = options
@@ -63,7 +63,7 @@ class RefitByNode:
         return replace(slowest, pack=max(report.pack for report in reports), stall=stall)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        """Bring `fresh` engines and those `behind` to a version on their nodes, see `Refit.resend`."""
+        """Bring the engines `fresh` and `behind` to a version on their nodes, see `Refit.resend`."""
         nodes = {node_of(engine.worker) for engine in fresh + behind}
         engines_of_nodes = [engine for engine in engines if node_of(engine.worker) in nodes]
 
@@ -86,11 +86,11 @@ class RefitByNode:
         self._run_nodes(behind, lambda refit, node_engines: refit.catch_up(node_engines, version))
 
     def rest_trainers(self) -> None:
-        """Have the trainers give the device's memory to engines that share it."""
+        """Have the trainers free their device memory for the engines that share their devices."""
         self._trainers.call(SendsWeights.rest)
 
     def _run_nodes(self, engines: list[EngineEnd], run_node: Callable[[Refit, list[EngineEnd]], T]) -> list[T]:
-        """Call `run_node` for all nodes that have engines, side by side; return the results once all have ended.
+        """Call `run_node` concurrently for all nodes with engines; return the results once all calls have ended.
 
         Raises EnginesLost with the lost engines of all nodes, or the first error that no engine caused.
         """
@@ -120,12 +120,12 @@ class RefitByNode:
 
 
 def node_of(worker: Worker) -> str:
-    """Return the id of a worker's node; empty where there is one machine alone."""
+    """Return the id of a worker's node; empty if the cluster is a single machine."""
     return worker.spec.node.id if worker.spec.node else ""
 
 
 def _verify_alike(holdings: Sequence[Holding], ranks: Sequence[Sequence[int]]) -> None:
-    """Raise RefitError unless the ranks of every node hold the boxes that the first node's ranks hold."""
+    """Raise RefitError unless the ranks of every node hold the same boxes as the first node's ranks."""
     for node_ranks in ranks[1:]:
         if len(node_ranks) != len(ranks[0]):
             raise RefitError(f"nodes have {len(ranks[0])} and {len(node_ranks)} trainer ranks: no plan serves both")

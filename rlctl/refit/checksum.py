@@ -1,8 +1,8 @@
-"""Checksums of tensors' bytes, equal on CPU and GPU: one pass, integer arithmetic, places count.
+"""Checksums of tensors' bytes. They need one pass and integer arithmetic, and are equal on CPU and GPU.
 
-Words of 8 bytes are summed in rows of 4 KiB; the rows' sums, their high bits folded in, count by the row's odd
-factor, modulo 2^64. A flipped bit always changes it, and so do rows that changed places. Bytes beyond the last
-whole row count one by one.
+Words of 8 bytes are summed in rows of 4 KiB. Each row's sum is folded (its high bits xor its low bits), multiplied by
+the row's odd factor, and added modulo 2^64. A flipped bit always changes the checksum, and so do exchanged rows. Words
+and bytes after the last whole row are added with two other factors (`_sum_tail`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +15,7 @@ from rlctl.utils.device_stream import DeviceEvent, DeviceStream, mark_here
 
 ROW = 512
 FACTOR = 1_000_003
-# Least number of tensors for one kernel.
+# Least number of tensors that are summed by one common kernel.
 _TOGETHER = 8
 
 
@@ -26,26 +26,26 @@ def is_laid_out(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def lay(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, uint8 [n], as `ChecksumTable` goes over them."""
+    """Return a tensor's bytes as `ChecksumTable` needs them: uint8 [n], contiguous, aligned to 8 bytes."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
     return raw.clone() if raw.storage_offset() % 8 else raw
 
 
 class ChecksumTable:
-    """Checksums of at most `count` tensors of a device, one after the other; its host never waits."""
+    """Checksums of at most `count` tensors of a device. Adding a tensor only queues work; the host does not wait."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """Allocate; on CUDA the memory belongs to the current stream."""
+        """Allocate the table. On CUDA the memory belongs to the current stream."""
         self._count = count
         self._added = 0
         self._device_sums = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
-        # On a CPU: each tensor's sums of whole rows, and the sum of its bytes beyond them, by its number.
+        # On a CPU: each tensor's sums of whole rows; number of a tensor -> weighted sum of its bytes after these rows.
         self._row_sums: list[Tensor] = []
         self._tail_sums: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def add(self, raw: Tensor) -> None:
-        """Queue the pass over the bytes of the next tensor (from `lay`) on the current stream."""
+        """Queue the checksum of the next tensor on the current stream. raw: from `lay`."""
         assert self._added < self._count, "a kernel would write beyond the memory"
         if self._device_sums is not None:
             from rlctl.refit.checksum_cuda import add
@@ -59,7 +59,7 @@ class ChecksumTable:
         self._added += 1
 
     def add_fixed(self, fixed: "FixedTensors") -> None:
-        """Queue the pass over the next tensors on the current stream."""
+        """Queue the checksums of the next tensors on the current stream."""
         assert self._added + len(fixed.tensors) <= self._count, "a kernel would write beyond the memory"
         if self._device_sums is not None and fixed.table:
             from rlctl.refit.checksum_cuda import add_all
@@ -73,7 +73,7 @@ class ChecksumTable:
 
     @torch.no_grad()
     def all(self) -> Tensor:
-        """Return int64 [n], in the order of `add`, on the device."""
+        """Return the checksums, int64 [n] on the device, in the order of `add`."""
         if self._device_sums is not None:
             return self._device_sums[: self._added]
         totals = _weight_rows(self._row_sums) if self._row_sums else torch.zeros(0, dtype=torch.int64)
@@ -83,7 +83,7 @@ class ChecksumTable:
 
 
 class FixedTensors:
-    """Tensors of one device that are summed many times, where they are; on CUDA by one kernel.
+    """Tensors of one device whose checksums are taken many times in the same memory; on CUDA by one kernel.
 
     One kernel for each of the 504 tensors of an adapter would take the host 5 ms.
     """
@@ -104,7 +104,7 @@ class FixedTensors:
 
 
 class QueuedSums:
-    """Checksums on their way to the host. Reading them does not wait for work that was queued after them."""
+    """Checksums that are being copied to the host. Reading does not wait for work that was queued later."""
 
     def __init__(self, sums: Tensor) -> None:
         """sums: int64 [n] on the device."""
@@ -115,29 +115,28 @@ class QueuedSums:
         self._arrival = mark_here(sums.device)
 
     def read(self) -> list[int]:
-        """Return the checksums once they are on the host."""
+        """Wait until the checksums are on the host, and return them."""
         self._arrival.wait()
         return [int(checksum) for checksum in self._host.tolist()]
 
 
 class StreamingChecksums:
-    """Checksums of the items that one end sends or receives, one refit after the other, taken while other chunks
-    travel.
+    """Checksums of the items that one end sends or receives, computed while other chunks travel.
 
-    Queue items with `queue` and `queue_unmoved`, then ask for all.
+    For each refit: call `start`, queue items with `queue` and `queue_unmoved`, then read `values` or `all`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = DeviceStream(device)
-        # Items of fixed memory as `lay` returns them, by item and slot.
+        # (item, slot) -> the item's bytes from `lay`, for items with the same memory at every refit.
         self._laid_items: dict[tuple[int, int], Tensor] = {}
-        # By slot and items.
+        # (slot, items) -> their tensors, for one kernel.
         self._fixed: dict[tuple[int, tuple[int, ...]], FixedTensors] = {}
         self.start(0)
 
     def start(self, count: int) -> None:
-        """Begin a refit of which at most `count` items are summed."""
+        """Begin a refit. count: most items whose checksums are queued."""
         self._numbers: list[int] = []
         self._values: dict[int, int] | None = None
         with self._stream as stream:
@@ -145,10 +144,10 @@ class StreamingChecksums:
             self._start_event = stream.mark()
 
     def queue(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
-        """Queue the checksums of items in memory that is soon used again, on the current stream.
+        """Queue the checksums of items on the current stream, since their memory is soon reused.
 
-        tensor: returns the item of a number. slot: where an item has the same memory at every refit; None: it has new
-        memory each time.
+        tensor: returns the item of a number. slot: number of the buffer, if the items have the same memory there at
+        every refit; None: they have new memory each time.
         """
         if numbers:
             self._start_event.lead()
@@ -160,23 +159,23 @@ class StreamingChecksums:
         self._numbers += numbers
 
     def queue_unmoved(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
-        """Queue the checksums of items that are not moved, on a separate stream once `arrived` is reached."""
+        """Queue the checksums of items that stay in their memory, on a separate stream after `arrived`."""
         if tensors:
             with self._stream as stream:
                 stream.follow_mark(arrived)
                 self.queue(tensors, tensors.__getitem__, slot)
 
     def all(self) -> Tensor | None:
-        """Return int64 [n] on the current stream, in the order of `queue`; None if nothing was queued.
+        """Return the checksums, int64 [n] on the current stream, in the order of `queue`; None if nothing was queued.
 
-        Only for a refit that called `queue` alone.
+        Do not call it in a refit that used `queue_unmoved`.
         """
         return self._totals.all() if self._numbers else None
 
     def values(self, queued_on: DeviceStream | None = None) -> dict[int, int]:
-        """Return every item's checksum, computed at the first call of a refit; nothing is queued afterwards.
+        """Return item -> checksum. Call it after the last `queue` of a refit; the first call waits for the device.
 
-        queued_on: stream on which `queue` was called, unless the device has finished it.
+        queued_on: stream on which `queue` was called; None if the device has finished that stream's work.
         """
         if self._values is None:
             with self._stream as stream:
@@ -194,7 +193,7 @@ class StreamingChecksums:
     def _find_fixed(
         self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None
     ) -> FixedTensors | None:
-        """Return the tensors for one kernel, None if they go one by one."""
+        """Return the tensors if one kernel sums them, None if they are summed one by one."""
         if slot is None or self._device.type != "cuda" or len(numbers) < _TOGETHER:
             return None
         key = (slot, tuple(numbers))
@@ -203,7 +202,7 @@ class StreamingChecksums:
         return self._fixed[key] if self._fixed[key].table else None
 
     def _lay_item(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Tensor:
-        # Laid out once where that makes no copy: it takes the host as long as to queue the sum itself.
+        # Cached if `lay` makes no copy: calling `lay` takes the host as long as queuing the checksum.
         if slot is not None and (number, slot) in self._laid_items:
             return self._laid_items[number, slot]
         item = tensor(number)
@@ -214,16 +213,18 @@ class StreamingChecksums:
 
 
 def _sum_tail(raw: Tensor) -> Tensor:
-    """Return the sum of bytes beyond the last whole row, int64 []: words count by one factor, bytes by its square."""
+    """Return the weighted sum of the bytes after the last whole row, int64 []: words times FACTOR, bytes after the last
+    word times FACTOR squared."""
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
     last_bytes = raw[words.numel() * 8 :]
     return words.sum() * FACTOR + last_bytes.sum(dtype=torch.int64) * (FACTOR * FACTOR)
 
 
 def _weight_rows(row_sums: list[Tensor]) -> Tensor:
-    """Return int64 [n]: each of n tensors' row sums (int64 [its rows]), folded, times the rows' factors, summed.
+    """Fold each tensor's row sums, multiply by the rows' factors and add up; return int64 [n], one total a tensor.
 
-    As differences of a running sum, exact modulo 2^64: few operations, however many tensors.
+    row_sums: for each of n tensors, int64 [rows]. The totals are differences of one running sum, exact modulo 2^64, so
+    that the number of operations does not grow with n.
     """
     rows = torch.cat(row_sums)
     counts = [len(tensor_rows) for tensor_rows in row_sums]

@@ -1,7 +1,7 @@
-"""Places of Hugging Face tensors in an engine: the box of a tensor, the parameter, and the part there.
+"""Places of Hugging Face tensors in an engine's parameters.
 
-A `ParamSlice` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
-straight into the live parameters, or into a second copy (shadow) that replaces them later, in one short copy.
+A `ParamSlice` (region) is one plain copy that the engine's own loader would make. With known regions, a refit copies
+directly into the live parameters, or into a second copy (shadow) that one short copy makes live later.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from rlctl.refit.weight_sink import BatchedCopy
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """`view`, part of a parameter, holds `box` of a tensor; both have the box's shape."""
+    """Region: `view`, a part of a parameter, holds the part `box` of a tensor. Both have the same shape."""
 
     box: TensorSlice
     view: Tensor
@@ -26,18 +26,18 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class ItemPart:
-    """Part of an item, and its place in the engine."""
+    """Part of an item that an engine worker keeps, and its place there."""
 
     # Index of the part in the item.
     index: tuple[slice, ...]
-    # Memory of the part's shape.
+    # Memory for the part, in the part's shape.
     view: Tensor
-    # The part is all of the item.
+    # True if the part is the whole item.
     is_whole: bool
 
 
 class ParamSliceSink:
-    """Puts items where the engine keeps them; items that the engine does not keep go nowhere."""
+    """Copies items to their places in the engine worker. Ignores items that the worker does not keep."""
 
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], beside_requests: bool = False) -> None:
         """beside_requests: see `BatchedCopy`."""
@@ -71,10 +71,10 @@ class ParamSliceSink:
 
 
 class ShadowParams:
-    """A second copy of every parameter, and its regions in place of the live ones."""
+    """A second copy of every parameter. `regions` are the live regions, moved to the second copy."""
 
     def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[ParamSlice]) -> None:
-        # Copies, not empty memory: padding that no refit ever writes must survive the commit.
+        # Cloned, because padding that no refit writes must survive the commit.
         self._pairs = [(live.detach(), live.detach().clone()) for live in parameters.values()]
         by_storage = {live.untyped_storage().data_ptr(): (live, shadow) for live, shadow in self._pairs}
         self.regions = [ParamSlice(region.box, _shadow_view(region.view, by_storage)) for region in regions]
@@ -82,14 +82,14 @@ class ShadowParams:
         self._copies = BatchedCopy(self._pairs)
 
     def commit(self) -> None:
-        """Queue the copy of the shadow into the live parameters on the current stream."""
+        """Queue the copy of the second copy into the live parameters, on the current stream."""
         self._copies.run()
 
 
 def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
-    """Raise RefitError naming a parameter that a refit would not fill.
+    """Raise RefitError that names a parameter which a refit would not fill.
 
-    padded: names of parameters that hold further rows beyond the tensor's.
+    padded: names of parameters with more rows than their tensor, such as padded vocabularies.
     """
     written: dict[int, int] = {}
     for region in regions:
@@ -117,7 +117,7 @@ def _find_parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[ItemPart,
 
 
 def _index_from(origin: tuple[int, ...], starts: list[int], ends: list[int]) -> tuple[slice, ...]:
-    """Return the box from `starts` to `ends` as an index of a box that begins at `origin`."""
+    """Return the index of the box [starts, ends) relative to a box that begins at `origin`."""
     return tuple(slice(start - first, end - first) for start, end, first in zip(starts, ends, origin))
 
 

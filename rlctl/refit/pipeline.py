@@ -1,11 +1,12 @@
-"""The way of a chunk from a trainer rank to an engine worker, the same for every transport.
+"""Sending a chunk from a trainer rank to an engine worker: the steps that all transports share.
 
     sender:    await a free buffer -> pack the chunk -> make it visible -> sum its checked items
     receiver:  await the chunk -> load it -> sum its checked items -> give its buffer back
 
-All checksums follow as a last part, which the receiver compares. A transport (`SenderTransport`, `ReceiverTransport`)
-is only how a chunk becomes visible and how its buffer comes back. On CUDA packing, the wire and loading have separate
-streams: the host queues work and does not wait, except where a transport says so.
+"Sum" means to compute checksums. The sender's checksums follow as a last part, and the receiver compares them with its
+own. A transport (`SenderTransport`, `ReceiverTransport`) only defines how a chunk becomes visible and how its buffer
+becomes free. On CUDA, packing, transfer and loading have separate streams: the host queues work and does not wait,
+unless a transport needs to.
 """
 
 import time
@@ -28,7 +29,7 @@ from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, total_sec
 
 
 class ChunkBuffers(Protocol):
-    """Memory into which a sender packs, see `StagingBuffers`."""
+    """Memory into which a sender packs chunks, see `StagingBuffers`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -39,43 +40,44 @@ class ChunkBuffers(Protocol):
 
 
 class SenderTransport(ABC):
-    """A trainer rank's side of a transport. Chunks are numbered by this rank's sending order."""
+    """A trainer rank's side of a transport. Chunks are numbered in this rank's sending order."""
 
-    # Items that have no place in these are sent from where they lie.
+    # Buffers into which chunks are packed. Items without a place there are sent directly from the trainer's memory.
     buffers: ChunkBuffers
-    # When checksums of chunks without a buffer are taken. "first": they are known before engines begin to copy.
+    # When checksums of chunks without a buffer are computed. "first": before any engine begins to copy.
     unbuffered_sums: Literal["first", "in turn", "last"] = "in turn"
-    # Seconds that the last version's chunks were on the wire.
+    # Seconds from the last version's first packed chunk to the end of transfers; 0 if receivers fetch chunks.
     wire = 0.0
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that it holds for refits."""
+        """Bytes of memory that this side holds for refits."""
         return self.buffers.nbytes
 
     @abstractmethod
     def begin(self, header: Header, deadline: Deadline) -> None:
-        """Prepare to send a version, before any chunk is packed."""
+        """Prepare to send a version. Called before any chunk is packed."""
 
     @abstractmethod
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
-        """Return the buffer of chunk `number` once it is free, or once the packing stream waits for that."""
+        """Return the buffer for chunk `number`. Either the buffer is free on return, or the packing stream waits until
+        it is."""
 
     @abstractmethod
     def publish(self, number: int, slot: int, packed: Span) -> None:
-        """Make chunk `number` visible to receivers once it is packed."""
+        """Make chunk `number` visible to receivers after the device has packed it. packed: begin and end of packing."""
 
     @abstractmethod
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        """Make the checksums visible; the work that they cover is queued on the packing stream."""
+        """Make the checksums visible to receivers. They are queued on the packing stream."""
 
     def finish(self) -> None:  # noqa: B027
-        """Wait until the weights may change again. Raises PeerLost naming the receiver and tensor at fault."""
+        """Wait until the weights may change again. Raises PeerLost that names the receiver and tensor at fault."""
 
     def drop(self, receivers: list[int], reason: str) -> None:  # noqa: B027
-        """Wait no longer for these receivers (ranks from 1) in the current refit; called from another thread.
+        """Stop waiting for these receivers (ranks from 1) in the current refit. Called from another thread.
 
-        A transport that needs every receiver raises a RefitError with `reason` in the refit.
+        A transport that needs every receiver makes the current refit raise a RefitError with `reason`.
         """
 
     def abort(self) -> None:  # noqa: B027
@@ -89,46 +91,47 @@ class SenderTransport(ABC):
 class ReceiverTransport(ABC):
     """An engine worker's side of a transport. Chunks are numbered by the plan."""
 
-    # (number, chunk) in the order in which this worker takes them.
+    # (number, chunk) of all chunks in the order in which this worker receives them.
     order: Sequence[tuple[int, Chunk]]
-    # Memory of its buffers.
+    # Bytes of this side's buffers.
     extra_bytes = 0
 
     @abstractmethod
     def begin(self, header: Header, sink: WeightSink, deadline: Deadline) -> None:
-        """Wait until a version is announced. Raises RefitError if it is another version or plan than the header's."""
+        """Wait until a version is announced. Raises RefitError if its version or plan differs from the header's."""
 
     @abstractmethod
     def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
-        """Return the buffer in which chunk `number` arrives, and the stream to load it on after its arrival.
+        """Return the buffer in which chunk `number` arrives, and the stream on which the caller must queue its loading.
 
-        meanwhile: to be called while the host waits.
+        meanwhile: call it repeatedly while the host waits.
         """
 
     @abstractmethod
     def view(self, number: int, slot: int) -> Tensor | None:
-        """Return item `number` where it becomes visible (any dtype and strides); None if that is where it belongs.
+        """Return arrived item `number` (any dtype and strides); None if it arrived directly in its place in the engine.
 
-        An item and slot have the same memory in every refit.
+        For equal `number` and `slot` the memory is the same in every refit.
         """
 
     def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
-        """Return item `number` where the refit leaves it, to take its checksum there; None: take it of `view`."""
+        """Return item `number` in memory that stays unchanged after loading, to compute its checksum later. None:
+        compute the checksum from `view`, before the buffer is given back."""
         return sink.target(number)
 
     def note_load(self, chunk: Chunk, end: DeviceEvent) -> None:  # noqa: B027
-        """Note that loading the chunk is queued up to `end`."""
+        """Note that the loading of the chunk is queued. end: event after it."""
 
     def give_back(self, chunk: Chunk) -> None:  # noqa: B027
-        """Give the buffer of a chunk that the device has loaded back to its owner."""
+        """Free the buffer of a chunk for its owner. The device has loaded the chunk."""
 
     @abstractmethod
     def sums(self, owner: int, header: Header) -> dict[int, int]:
-        """Return the checksums that trainer rank `owner` announces, by item."""
+        """Return the checksums that trainer rank `owner` announces: item's number -> checksum."""
 
     @abstractmethod
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
-        """Return the seconds of wire and of loading. loading: seconds that each owner's chunks took to load."""
+        """Return (seconds of transfer, seconds of loading). loading: owner -> seconds that its chunks took to load."""
 
     def finish(self, header: Header) -> None:  # noqa: B027
         """Raise RefitError if the version was overwritten while it was read."""
@@ -151,21 +154,20 @@ class ChunkSender:
         self._source = source
         self._timeout_s = timeout_s
         self._chunks = source.chunks
-        # Bytes of this rank's items.
+        # Number of bytes of this rank's items.
         self._size = 0
         for chunk in self._chunks:
             self._size += sum(source.plan.items[number].nbytes for number in chunk.numbers)
         self._packing = DeviceStream(device)
         self._sums = StreamingChecksums(device)
-        # By chunk and buffer.
+        # (chunk's number, buffer) -> copies that pack the chunk. Kept for later refits.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
         self.drop = transport.drop
 
     def send(self, header: Header) -> SendReport:
         """Send this rank's chunks; return when the weights may change again.
 
-        Raises RefitError naming the receiver and tensor at fault once the deadline passed, or the reason given to
-        `drop`.
+        Raises RefitError after the deadline, naming the receiver and tensor at fault, or with the reason from `drop`.
         """
         begin = time.perf_counter()
         packed: list[Span] = []
@@ -194,18 +196,18 @@ class ChunkSender:
         self._copies = {}
 
     def _queue_chunks(self, header: Header) -> list[Span]:
-        """Pack, publish and sum every chunk; return the spans of packing."""
+        """Queue packing, publishing and checksums of every chunk; return the spans of packing."""
         transport = self._transport
         checked = self._source.plan.checked_items(header)
         packed: list[Span] = []
         order = transport.unbuffered_sums
-        # Before anything is on the wire: asking for memory may wait for the device, and so for receivers.
+        # Allocates memory, so before any transfer: an allocation may wait for the device, and so for receivers.
         self._sums.start(len(checked))
         self._packing.follow()
         with self._packing as stream:
-            # Processes take turns on a device. If receivers share it, checksums of chunks without a buffer are computed
-            # first, to the end: nothing of this process then runs while receivers copy. Else these checksums come
-            # last, since no receiver needs to wait.
+            # Processes take turns on a device. If receivers share this device ("first"), finish the checksums of chunks
+            # without a buffer now: then no kernel of this process runs while receivers copy. Otherwise ("last"), these
+            # checksums come last, since no receiver waits for them.
             if order == "first":
                 self._sum_unbuffered(checked)
                 self._sums.values(stream)
@@ -219,7 +221,7 @@ class ChunkSender:
                     span = self._pack_chunk(number, chunk, slot)
                 packed.append(span)
                 transport.publish(number, slot, span)
-                # After `publish`: the wire would wait while checksums are queued.
+                # Queued after `publish`, so that the transfer need not wait for checksums.
                 if is_buffered or order == "in turn":
                     chunk_items = [item for item in chunk.numbers if item in checked]
                     self._sums.queue(chunk_items, partial(self._sent_item, slot), slot)
@@ -229,7 +231,7 @@ class ChunkSender:
         return packed
 
     def _pack_chunk(self, number: int, chunk: Chunk, slot: int) -> Span:
-        """Queue the copies of a chunk into its buffer, converted to the dtype that travels."""
+        """Queue the copies of a chunk into its buffer, converted to the dtype in which items travel."""
         begin = self._packing.mark()
         if (number, slot) not in self._copies:
             pairs = []
@@ -242,12 +244,12 @@ class ChunkSender:
         return begin, self._packing.mark()
 
     def _sent_item(self, slot: int, number: int) -> Tensor:
-        """Return item `number` as it travels: in its buffer, or where it lies."""
+        """Return item `number` in the memory from which it is sent: its buffer, or the trainer's memory."""
         place = self._transport.buffers.view(number, slot)
         return self._source.view(number) if place is None else place
 
     def _sum_unbuffered(self, checked: Collection[int]) -> None:
-        """Sum items of chunks without a buffer as they are delivered: receivers on this device convert items."""
+        """Queue the checksums of items in chunks without a buffer, in the dtype that the receivers convert to."""
         source = self._source
         ready: list[int] = []
         converted: list[int] = []
@@ -278,20 +280,20 @@ class ChunkReceiver:
         self._timeout_s = timeout_s
         self._sink: WeightSink | None = None
         self._sums = StreamingChecksums(device)
-        # By chunk and buffer.
+        # (chunk's number, buffer) -> copies that load the chunk. Kept for later refits.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
-        # Checksums of the last version, by item. They equal those that the senders announced.
+        # Item's number -> checksum of the last version, equal to the announced checksum.
         self.received: dict[int, int] = {}
-        # Chunks that are being loaded, by owner.
+        # Owner -> its chunks that are being loaded, oldest first.
         self._loading: dict[int, deque[tuple[Chunk, Span]]] = {}
-        # Seconds of loading by owner.
+        # Owner -> seconds of loading.
         self._seconds: dict[int, float] = {}
 
     def receive(self, header: Header, sink: WeightSink) -> ReceiveReport:
-        """Put every item of the plan into `sink`, whole and checked when this returns (device work included).
+        """Receive every item of the plan into `sink`. On return all items are loaded and checked, also on the device.
 
-        Raises RefitError: another version or plan than announced, a wrong checksum (names the tensor), a sender out of
-        time (names its rank and tensor).
+        Raises RefitError if a sender sends another version or plan than `header` announces, if a checksum is wrong
+        (names the tensor), or if a sender is late (names its rank and tensor).
         """
         begin = time.perf_counter()
         deadline = Deadline(self._timeout_s)
@@ -302,7 +304,7 @@ class ChunkReceiver:
             self._copies = {}
             self._sums = StreamingChecksums(self._device)
         checked = self._plan.checked_items(header)
-        # Before the header comes: from then on the wire waits for queued work.
+        # Before the header is received: afterwards transfers would wait for this work.
         self._sums.start(len(checked))
         self._loading = {owner: deque() for owner in self._plan.owners}
         self._seconds = dict.fromkeys(self._plan.owners, 0.0)
@@ -338,7 +340,7 @@ class ChunkReceiver:
         self._copies = {}
 
     def _queue_load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
-        """Queue the loading of a chunk, and its checksums."""
+        """Wait for a chunk, and queue its loading and its checksums."""
         transport = self._transport
         slot, stream = transport.arrive(number, chunk, self._give_back)
         with stream:
@@ -360,7 +362,7 @@ class ChunkReceiver:
                     converted.append(item)
                 else:
                     unconverted.append(item)
-            # A converted item has new memory in each refit: no slot.
+            # No slot, because a converted item has new memory in each refit.
             self._sums.queue(converted, partial(self._delivered_item, slot))
             self._sums.queue(unconverted, partial(self._delivered_item, slot), slot)
             end = stream.mark()
@@ -373,16 +375,16 @@ class ChunkReceiver:
         return view is not None and view.dtype != getattr(torch, self._plan.dtype(number))
 
     def _delivered_item(self, slot: int, number: int) -> Tensor:
-        """Return item `number` where it becomes visible, in the dtype in which it is delivered."""
+        """Return arrived item `number`, converted to the plan's dtype."""
         view = self._transport.view(number, slot)
         assert view is not None, "an item without a place passes through a buffer"
         return view.to(getattr(torch, self._plan.dtype(number)))
 
     def _give_back(self) -> Chunk | None:
-        """Let go of chunks that the device has loaded; return one that it still loads.
+        """Free the buffers of chunks that the device has loaded; return a chunk that is still loading, or None.
 
-        Chunks of one owner end in order, so only the first chunk of each owner is asked for: the engine's thread, which
-        samples meanwhile, waits while this thread asks.
+        Chunks of one owner end in order, so only the oldest chunk of each owner is queried: each query delays the
+        engine's thread, which samples meanwhile.
         """
         unfinished = None
         for queue in self._loading.values():
@@ -398,5 +400,5 @@ class ChunkReceiver:
 
 
 def describe_late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:
-    """Return the message of an engine worker that waited too long for a chunk; {} becomes the time waited."""
+    """Return the error text of an engine worker that waited too long for a chunk, with {} for the time waited."""
     return f"refit: engine worker {rank} waited {{}} for trainer rank {chunk.owner} to send {plan.names(chunk)}"

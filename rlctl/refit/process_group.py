@@ -16,41 +16,43 @@ from rlctl.refit.protocol import PeerLost, RefitError, TransportSpec
 from rlctl.utils.ports import open_store
 from rlctl.workers import changed_environment
 
-# NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
+# Timeout of NCCL's watchdog, which would end the process. It is long, so that rlctl's deadline comes first: its error
+# names the late member.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
-# Most trainer ranks of a group that a message lists.
+# Most trainer ranks that a message lists.
 _LISTED_RANKS = 4
-# Key under which the store has the reason for which a refit cannot go on.
+# Key of the store for the reason why a refit cannot continue.
 _LOST = "lost"
-# Seconds between looks at the store, of members that join and of a `LostWatch`.
+# Seconds between two reads of the store, by joining members and by a `LostWatch`.
 _MEMBERS_S = 0.02
 _PEERS_WATCH_S = 0.2
 
 
 class BroadcastGroup:
-    """Trainer ranks that take turns as senders (ranks from 0), and all engine workers after them.
+    """Process group of trainer ranks, which take turns as senders (ranks from 0), and all engine workers (ranks after).
 
     Every member calls the same methods in the same order.
     """
 
     def __init__(self, store: Any, spec: TransportSpec, owners: Sequence[int], rank: int, device: torch.device) -> None:
-        """owners: its trainer ranks. rank: of the member among all; a trainer's is its place in `owners`."""
+        """owners: trainer ranks in the group. rank: this member's rank in the group; a trainer's is its place in
+        `owners`."""
         self.device = device
         self.owners = tuple(owners)
-        # Trainer rank -> its rank in the group.
+        # Trainer rank -> rank in the group.
         self._group_ranks = {owner: group_rank for group_rank, owner in enumerate(owners)}
         senders = name_ranks(owners)
-        # The member, for messages.
+        # Name of this member, for messages.
         if rank < len(owners):
             self._member = f"trainer rank {owners[rank]}"
         else:
             self._member = f"engine worker {rank - len(owners) + 1} and {senders}"
-        # Taken once, by the call that aborts.
+        # Acquired by the first call of `abort`, and never released.
         self._abort_lock = threading.Lock()
         world = len(owners) + spec.receivers
         try:
             self._group = _make_group(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
-            # The communicator is made by the first collective: now, while nobody waits for weights.
+            # The first collective creates the communicator. Do that now, while nobody waits for weights.
             self.broadcast(owners[0], [torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
@@ -58,14 +60,15 @@ class BroadcastGroup:
             raise PeerLost(text) from error
 
     def broadcast(self, owner: int, tensors: list[Tensor], contents: str) -> None:
-        """Send contiguous tensors from trainer rank `owner` into the others' memory, as `exchange`."""
+        """Send contiguous tensors from trainer rank `owner` to all other members, like `exchange`."""
         self.exchange([(owner, tensor) for tensor in tensors], contents)
 
     def exchange(self, parts: Sequence[tuple[int, Tensor]], contents: str) -> None:
-        """Send each contiguous tensor from its trainer rank into the others' memory; on CUDA all in one kernel, queued
-        on the current stream.
+        """Send each contiguous tensor from its trainer rank to all other members. On CUDA this queues one kernel on the
+        current stream.
 
-        contents: what is sent, for a message. Raises PeerLost.
+        parts: (trainer rank, tensor to send or to receive into). contents: name of the tensors, for a message. Raises
+        PeerLost.
         """
         group = self._group
         if group is None:
@@ -82,7 +85,8 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise PeerLost(f"refit: {self._member}: the group broke at {contents}: {_brief(error)}") from error
         finally:
-            # An error that somebody keeps has this frame: the group would stay open, and neighbours would wait for it.
+            # A stored exception keeps this frame alive. With a reference to the group here, the group would stay open,
+            # and other members would wait.
             del group
 
     def _options_of(self, owner: int) -> dist.BroadcastOptions:
@@ -91,10 +95,10 @@ class BroadcastGroup:
         return options
 
     def abort(self) -> None:
-        """End pending transfers on this rank; the group is of no use afterwards. Any thread may call.
+        """End pending transfers on this rank. The group cannot be used afterwards. Any thread may call this.
 
-        gloo's transfers end when a neighbour closes its connections, as this rank's are closed with the group: so the
-        end of one member ends all. Where a member hangs they end after their timeout.
+        Aborting closes this rank's gloo connections, which ends the transfers of the other members too. If a member
+        hangs, the transfers end after their timeout.
         """
         if self._abort_lock.acquire(blocking=False):
             group = self._group
@@ -103,9 +107,9 @@ class BroadcastGroup:
 
 
 def await_members(store: Any, spec: TransportSpec, members: int, error: type[RefitError]) -> None:
-    """Wait until all members of all groups are at the store, so that none waits for a dead one while it joins.
+    """Wait until all members of all groups have reached the store, so that no join waits for a dead member.
 
-    Raises `error` once `announce_loss` was called or the time is over.
+    Raises `error` if `announce_loss` was called, or after `spec.timeout_s`.
     """
     if store.add("here", 1) == members:
         store.set("all here", "")
@@ -120,14 +124,14 @@ def await_members(store: Any, spec: TransportSpec, members: int, error: type[Ref
 
 
 def announce_loss(store: Any, reason: str) -> None:
-    """Tell all members at the store that a member is lost."""
+    """Write to the store that a member is lost, for all members to read."""
     store.set(_LOST, reason)
 
 
 class LostWatch:
     """Thread that ends the transfers of an engine worker when a member of its groups is lost.
 
-    Without it a worker would wait in a broadcast until the deadline, and its engine could be told nothing meanwhile.
+    Without this thread a worker would wait in a broadcast until the deadline, and its engine would not answer.
     """
 
     def __init__(self, spec: TransportSpec, end_transfers: Callable[[], None]) -> None:
@@ -140,16 +144,16 @@ class LostWatch:
         threading.Thread(target=self._watch_store, name="refit-watch", daemon=True).start()
 
     def begin(self) -> None:
-        """Watch from now on."""
+        """Begin to watch the store."""
         self._running.set()
 
     def end(self) -> None:
-        """Watch no more. Raises PeerLost if a member was lost meanwhile."""
+        """Stop watching. Raises PeerLost if a member was lost meanwhile."""
         self._running.clear()
         self.check()
 
     def check(self) -> None:
-        """Raise PeerLost if a member was lost: the received words then mean nothing."""
+        """Raise PeerLost if a member was lost: received data is then invalid."""
         if self._loss:
             raise PeerLost(self._loss)
 
@@ -159,9 +163,9 @@ class LostWatch:
         self._running.set()
 
     def _watch_store(self) -> None:
-        # A store whose trainer is gone raises RuntimeError.
+        # The store raises RuntimeError once the trainer that runs it is gone.
         with suppress(RuntimeError):
-            # A second client: a store that does not answer keeps the callers of one client waiting.
+            # A separate client, because a call that the store does not answer blocks all callers of the same client.
             store = rendezvous(self._spec, False)
             while not self._is_closed:
                 self._running.wait()
@@ -173,7 +177,7 @@ class LostWatch:
 
 
 def name_ranks(owners: Sequence[int]) -> str:
-    """Return trainer ranks in words."""
+    """Return a text that names trainer ranks."""
     if len(owners) == 1:
         return f"trainer rank {owners[0]}"
     listed = ", ".join(map(str, owners[:_LISTED_RANKS]))
@@ -183,7 +187,7 @@ def name_ranks(owners: Sequence[int]) -> str:
 
 
 def rendezvous(spec: TransportSpec, server: bool) -> Any:
-    """Return the store where both ends meet. Raises RefitError that names the place."""
+    """Return the store at which both ends meet. Raises RefitError with the store's address."""
     patience = timedelta(seconds=spec.timeout_s)
     try:
         return open_store(spec.host, spec.port, server=server, timeout=patience)
@@ -196,7 +200,7 @@ def _make_group(store: Any, rank: int, world: int, timeout_s: float, device: tor
         return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_NCCL_PATIENCE_S)
-    # The wire must not wait for packing kernels to leave the multiprocessors.
+    # High priority, so that transfers do not wait for packing kernels.
     options.is_high_priority_stream = True
     torch.cuda.set_device(device)
     with _report_errors():
@@ -205,10 +209,11 @@ def _make_group(store: Any, rank: int, world: int, timeout_s: float, device: tor
 
 @contextmanager
 def _report_errors() -> Iterator[None]:
-    """Have a group made in this context report a dead peer as an error; by default its watchdogs end this process.
+    """Make NCCL groups created in this context report a dead peer as an error. By default NCCL's watchdogs would end
+    this process.
 
-    Nor does the group ask the store every second whether others failed. The store is in rank 0: a question that a
-    stopped rank 0 never answers is waited for when the group is freed (torch 2.11, `HeartbeatMonitor::join`).
+    This also turns off the monitor that reads the store every second. If rank 0, which runs the store, is stopped,
+    freeing the group would wait for the monitor's read without end (torch 2.11, `HeartbeatMonitor::join`).
     """
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
     with changed_environment(dict.fromkeys(names, "0")):
@@ -216,5 +221,5 @@ def _report_errors() -> Iterator[None]:
 
 
 def _brief(error: Exception) -> str:
-    """Return the first sentence of an error, without the place in gloo's or NCCL's source that it begins with."""
+    """Return the first sentence of an error, without the leading source location of gloo or NCCL."""
     return str(error).split("\n")[0].split(". ")[0].split("] ", 1)[-1]

@@ -1,4 +1,4 @@
-"""Messages and reports of the two ends of a refit, and how one fails: plain data."""
+"""Messages, reports and errors of a refit: plain data that trainer ranks, engines and the driver exchange."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rlctl.telemetry.metrics import IN_GRPO, WEIGHT_UPDATES, Metric, ReportChart
 
 _UPDATE = ReportChart(WEIGHT_UPDATES, "Weight update")
 _PARTS = ReportChart(WEIGHT_UPDATES, "Parts of the weight update")
-# A table: each row fills its lines.
+# Formatting is off: this is a table.
 # fmt: off
 REFIT_SECONDS = Metric("refit/seconds", "from the trainer's weights to live ones in the slowest engine", "seconds",
     chart=_UPDATE.with_place(10))
@@ -44,11 +44,11 @@ class Header:
     """Announcement of one refit to both ends."""
 
     version: int
-    # Digest of the plan by which the trainer sends.
+    # Digest of the plan that the trainer uses.
     digest: str
-    # Items whose checksums are compared.
+    # Share of items whose checksums are compared: all, a sample, or none.
     checks: Checks
-    # Engines prove that their live tensors are the sent ones, see `LiveProof`. Adapters alone.
+    # True if engines must prove that their live tensors are the sent ones (`LiveProof`). Only for adapters.
     prove: bool = False
 
 
@@ -59,18 +59,18 @@ class TransportSpec:
     kind: Kind
     # Number of engine workers; their ranks are 1 to `receivers`.
     receivers: int
-    # Longest that one end waits for another.
+    # Longest time that one end waits for the other.
     timeout_s: float
-    # Buffers of the sender's ring, and of the receiver's.
+    # Number of buffers in the sender's ring, and in the receiver's.
     num_buffers: int = 2
-    # In the host's memory: meeting place of shm and ipc.
+    # Folder in host memory through which the ends of "shm" and "ipc" meet.
     folder: str = ""
-    # Rendezvous of broadcast.
+    # Address of the store at which the ends of "broadcast" meet.
     host: str = ""
     port: int = 0
-    # Trainer rank 0 and the one receiver share their device.
+    # True if trainer rank 0 and the only receiver share a device.
     colocated: bool = False
-    # Trainer rank that the plan counts as 0: the first of its node, where each node has a refit.
+    # Trainer rank that the plan calls rank 0: not 0 if each node has a separate refit.
     first_rank: int = 0
 
     @property
@@ -85,15 +85,15 @@ class SendReport:
 
     # Converting and packing of chunks.
     pack: float
-    # From the first packed chunk to the last one on the wire; 0 where receivers fetch chunks themselves.
+    # From the first packed chunk to the end of the last one's transfer; 0 if receivers fetch chunks themselves.
     wire: float
-    # Seconds until the weights may change again.
+    # From the call until the weights may change again.
     seconds: float
     # Bytes that the rank sent.
     bytes: int
-    # Memory of its buffers.
+    # Bytes of the rank's buffers.
     extra_bytes: int
-    # Where engines prove what they serve: `digest_of` the checksums.
+    # `digest_of` the sent checksums if the header asks for proofs; else 0.
     digest: int = 0
 
 
@@ -101,32 +101,33 @@ class SendReport:
 class ReceiveReport:
     """One engine worker's part of a refit; times in seconds."""
 
-    # Chunks on their way from the trainers; 0 where they lie in the host's memory.
+    # Transfer of chunks from the trainers; 0 if the trainers write them to host memory.
     wire: float
-    # Copying of arrived chunks to where the engine keeps them; 0 where the wire does that.
+    # Copying of arrived chunks to their places in the engine; 0 if the transfer itself does that.
     load: float
-    # Seconds until every item is in its place and checked.
+    # From the call until every item is in its place and checked.
     seconds: float
     # Bytes of all tensors.
     bytes: int
-    # Memory of its buffers.
+    # Bytes of the worker's buffers.
     extra_bytes: int
 
 
 @dataclass(frozen=True)
 class LiveProof:
-    """Adapters that an engine serves, as their live tensors' checksums prove."""
+    """Proof by one engine worker of the adapters that it serves: their version, digest and number of tensors."""
 
     version: int
     # `digest_of` the checksums that the live tensors were compared with.
     digest: int
-    # Tensors.
+    # Number of proven A tensors, and of proven B tensors.
     a: int
     b: int
 
 
 def digest_of(sums: Mapping[int, int]) -> int:
-    """Return one number for the checksums of items. Digests of disjoint items add up, modulo 2^64."""
+    """Return one number for the checksums of items (number -> checksum). The digest of a union of disjoint items is the
+    sum of their digests modulo 2^64."""
     return sum((2 * number + 3) * checksum for number, checksum in sums.items()) % 2**64
 
 
@@ -136,13 +137,13 @@ class EngineReport:
 
     # Report of the slowest worker.
     received: ReceiveReport
-    # From the call to live weights.
+    # From the call until the weights are live.
     seconds: float
-    # Seconds in which nothing could be sampled.
+    # Time in which nothing could be sampled.
     commit: float
     # Longest gap between two tokens of a running request beyond its ordinary gap; 0 if none ran.
     stall: float
-    # One of each worker with adapters.
+    # One proof of each worker if the header asks for proofs; else empty.
     proofs: tuple[LiveProof, ...] = ()
     # Ordinary gap between two tokens of a running request; 0 if none ran.
     gap: float = 0.0
@@ -152,56 +153,56 @@ class EngineReport:
 class RefitReport:
     """Result of one refit, over all trainer ranks and engines; times in seconds."""
 
-    # From the first chunk to live weights in the slowest engine; the recovery's where engines were rebuilt or repeated.
+    # From the first chunk to live weights in the slowest engine. If engines were lost: the seconds of the recovery.
     seconds: float
-    # Bytes delivered to each engine; 0 if engines had to be brought to the version a second time.
+    # Bytes delivered to each engine; 0 if engines were lost.
     bytes: int = 0
     # Slowest trainer rank's converting and packing.
     pack: float = 0.0
-    # Slowest engine's wire and loading, see `ReceiveReport`.
+    # `wire` and `load` of the slowest engine's `ReceiveReport`.
     wire: float = 0.0
     load: float = 0.0
-    # Seconds in which the slowest engine could sample nothing.
+    # Time in which the slowest engine could sample nothing.
     commit: float = 0.0
     # Longest gap between two tokens of any engine's running request beyond its ordinary gap, and the longest ordinary
     # gap of an engine; 0 if none ran.
     stall: float = 0.0
     gap: float = 0.0
-    # Memory that a trainer rank and an engine worker hold for refits at most.
+    # Most bytes of buffers of any trainer rank, and of any engine worker.
     trainer_extra_bytes: int = 0
     engine_extra_bytes: int = 0
     # Slots of engines that were lost and rebuilt.
     rebuilt: tuple[int, ...] = ()
-    # Where engines and trainer take turns on devices: seconds until the trainer released its memory before the refit,
-    # and until the engines have theirs, before and after it.
+    # If engines share devices with the trainer: time until the trainer has freed its memory before the refit, and time
+    # until the engines have allocated theirs, before and after the refit.
     rest: float = 0.0
     wake: float = 0.0
 
 
 class RefitError(RuntimeError):
-    """A refit that must not be trusted: the message names the tensor or the rank at fault."""
+    """A failed refit. The message names the tensor or the rank at fault."""
 
 
 class PeerLost(RefitError):
-    """The other end did not answer in time, or is gone: it may be at fault, not who says so."""
+    """The other end did not answer in time, or is gone. The other end may be at fault, not the end that raises this."""
 
 
 class Untouched(RefitError):
-    """A refit that failed before the engine's live weights were touched: it still serves its old version."""
+    """A refit that failed before the engine's live weights were touched: the engine still serves its old version."""
 
 
 class RefitInterrupted(RefitError):
-    """A refit that lost a peer when live weights were touched: the engine waits for the version, and samples then."""
+    """A refit that lost a peer while it changed live weights: the engine samples again once it got the version."""
 
 
 @dataclass(frozen=True)
 class LoadMode:
-    """Choice of the way in which an engine takes new weights in."""
+    """Chosen way in which an engine receives new weights."""
 
     mode: Literal["staged", "direct"]
-    # Reason of the choice, for a reader.
+    # Reason of the choice, for the user.
     why: str
     # Bytes of device memory for a second copy of the weights.
     extra_bytes: int
-    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
+    # True if a refit writes every tensor except buffers, so that an engine may drop its old weights before a refit.
     overwrites: bool

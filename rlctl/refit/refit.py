@@ -1,7 +1,7 @@
-"""A refit as the driver runs it: both ends opened once, then one call per version, checked and timed.
+"""The driver's part of a refit: opens both ends once, then sends each version with one call, checked and timed.
 
-Every wait has a deadline. A failure names its rank and tensor; engines that may hold a mixture are raised as
-`EnginesLost`, to be rebuilt.
+Every wait has a deadline. An error names the rank and tensor at fault. `EnginesLost` names the engines that did not get
+the version: the pool then rebuilds them, or sends the version again.
 """
 
 import time
@@ -37,19 +37,19 @@ from rlctl.workers.shared_arguments import put_once
 R = TypeVar("R")
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
-# Both ends give up by themselves after timeout_s; the driver waits a little longer for their reports.
+# Seconds that the driver waits beyond timeout_s, after which both ends give up and report by themselves.
 _GRACE_S = 10.0
 _SETTLE_S = 10.0
-# All weights travel in about this many chunks, and a rank's share in at least a quarter of as many, unless chunks
-# become so small that starting them takes longer than sending them. Nothing hides the packing of the first chunk and
-# the loading of the last one: these two are as small as pays. A broadcast starts slower than a copy, so it has fewer
-# chunks (Qwen3-8B in 48.7 ms instead of 49.4).
+# All weights travel in about this many chunks, and one rank's share in at least a quarter of that number, unless chunks
+# fall below _LEAST_BUFFER_BYTES, where starting a chunk would take longer than sending it. While the first chunk is
+# packed and the last one is loaded, nothing else runs: so these two are as small as possible. A broadcast starts slower
+# than a copy, so it has fewer chunks (Qwen3-8B in 48.7 ms instead of 49.4).
 _CHUNKS = {"shm": 24, "ipc": 24, "broadcast": 12}
-# Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
+# Engines that copy directly from the trainer's memory need no packing: few chunks, to start few copies.
 _CHUNKS_COLOCATED = 4
 _LEAST_BUFFER_BYTES = 128 << 20
-# Chunks of shared memory need no buffer: small ones are still in a cache when their checksums are taken (copy and
-# sum of 256 MiB: 33 ms in pieces of 8 MiB, 35 of 128).
+# Chunks in shared memory need no buffer. They are small, so that a chunk is still in the CPU's cache when its checksums
+# are computed (copy and sum of 256 MiB: 33 ms in pieces of 8 MiB, 35 ms in pieces of 128 MiB).
 _CACHED_BYTES = 8 << 20
 
 
@@ -58,7 +58,7 @@ class EngineEnd:
     """One engine of a refit."""
 
     worker: Worker
-    # Workers (tensor-parallel ranks) behind it.
+    # Number of its workers (tensor-parallel ranks).
     ranks: int
 
 
@@ -74,23 +74,24 @@ class RefitOptions:
     # Share of a device's memory that the buffers of one end may take.
     buffer_memory_ratio: float
     timeout_s: float
-    # In the host's memory, see `TransportSpec`.
+    # Folder in host memory, see `TransportSpec`.
     folder: str
     checks: Checks
-    # Trainer rank 0 and the one engine worker share their device.
+    # True if trainer rank 0 and the only engine worker share a device.
     colocated: bool
-    # Engines sample during a refit.
+    # True if engines sample during a refit.
     in_flight: bool
-    # Adapters are sent, and each engine proves that they are live.
+    # True if only adapters are sent. Each engine then proves that they are live.
     adapters: bool = False
-    # Consecutive ranks that hold all weights together; 0: all ranks do. Others hold the same, and send nothing.
+    # Number of first ranks that together hold one copy of all weights; 0: all ranks. Other ranks hold further copies,
+    # and send nothing.
     ranks_a_copy: int = 0
-    # Trainer rank that the plan counts as 0.
+    # Trainer rank that the plan calls rank 0.
     first_rank: int = 0
 
 
 class EnginesLost(RuntimeError):
-    """Engines that did not come to the version, by index: dead, poisoned, or (see `intact`) as they were before."""
+    """Engines that did not get the version, by index, with reasons. They are dead, poisoned or intact (`intact`)."""
 
     def __init__(self, reasons: dict[int, Exception]) -> None:
         self.reasons = reasons
@@ -98,7 +99,8 @@ class EnginesLost(RuntimeError):
 
     @property
     def intact(self) -> list[int]:
-        """Engines that need the version again, but no new process: untouched ones, and those that lost a peer."""
+        """Indices of engines that must be sent the version again but need no new process: `Untouched` or
+        `RefitInterrupted`."""
         return [index for index, reason in self.reasons.items() if _is_intact(reason)]
 
 
@@ -106,9 +108,9 @@ class Planned(NamedTuple):
     """Plan of all refits of a run."""
 
     plan: RefitPlan
-    # Bytes of a buffer.
+    # Size of one buffer, bytes.
     buffer_bytes: int
-    # One copy in Ray's store, for every rank and engine, rebuilt ones included.
+    # The plan as one copy in Ray's store, which is passed to every rank and engine, also to rebuilt ones.
     shared: RefitPlan
 
 
@@ -116,7 +118,7 @@ class Refit:
     """Brings engines to the trainer's version."""
 
     def __init__(self, trainers: WorkerGroup, options: RefitOptions, planned: Planned | None = None) -> None:
-        """Make the plan, unless it is given as `make_plan` returns it."""
+        """Make the plan. planned: a plan from `make_plan` to use instead."""
         self._trainers = trainers
         self.options = options
         if planned is None:
@@ -127,14 +129,14 @@ class Refit:
         self.buffer_bytes = planned.buffer_bytes
         self._shared_plan = planned.shared
         self._is_open = False
-        # Version of the adapters sent last, and the digest of their checksums.
+        # Version of the last adapters sent, and the digest of their checksums.
         self._sent_version = -1
         self._sent_digest = 0
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
-        """Connect both ends, again after an engine was rebuilt; return each engine's `LoadMode`.
+        """Connect both ends; return each engine's `LoadMode`. Call it again after an engine was rebuilt.
 
-        Raises EnginesLost, or a trainer's error.
+        Raises EnginesLost, or a trainer's error if no engine was the cause.
         """
         options = self.options
         spec = self.transport(sum(engine.ranks for engine in engines))
@@ -153,7 +155,7 @@ class Refit:
         return modes
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
-        """Send `version` and make it live everywhere; `checks` other than the run's own if given.
+        """Send `version` to all engines and make it live. checks: used instead of the run's checks.
 
         Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
@@ -170,13 +172,14 @@ class Refit:
             self._sent_digest = sum(report.digest for report in send_reports) % 2**64
             self._verify_proofs(version, engines, engine_reports)
         report = _merge_reports(engine_reports, send_reports)
-        # Engines that read from memory do not know the time taken to write there.
+        # Engines that read from shared memory do not measure the time of writing there: add it.
         return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + write_seconds)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        """Bring `fresh` (rebuilt) engines and those `behind` to `version`, which the others already have.
+        """Bring rebuilt engines (`fresh`) and engines that missed the version (`behind`) to `version`.
 
-        Raises EnginesLost by the place in `engines`, or a trainer's error.
+        engines: all engines; the others have the version already. Raises EnginesLost with indices into `engines`, or a
+        trainer's error.
         """
         if self.transport(0).rendezvous:
             self.open(engines)
@@ -191,7 +194,7 @@ class Refit:
             raise EnginesLost(reasons) from error
 
     def _receive_again(self, engines: list[EngineEnd], version: int) -> None:
-        """Have engines read a version that is in memory."""
+        """Have engines read a version that is still in shared memory."""
         header = self._header(version)
         calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         reports, _ = self._await_answers(calls)
@@ -201,7 +204,7 @@ class Refit:
         return Header(version, self.plan.digest, checks or self.options.checks, self.options.adapters)
 
     def _verify_proofs(self, version: int, engines: list[EngineEnd], reports: list[EngineReport]) -> None:
-        """Raise EnginesLost for engines that do not prove to serve the adapters that the trainer sent."""
+        """Raise EnginesLost for engines whose proofs differ from the adapters that the trainer sent."""
         if not self.options.adapters:
             return
         names = [entry.name for entry in self.plan.entries]
@@ -225,7 +228,7 @@ class Refit:
             raise EnginesLost(lost)
 
     def catch_up(self, behind: list[EngineEnd], version: int) -> None:
-        """Bring engines to `version` alone, while the lost ones are being rebuilt. Raises as `run`."""
+        """Bring only the engines `behind` to `version`, while lost engines are being rebuilt. Raises like `run`."""
         if self.transport(0).rendezvous:
             self.open(behind)
             self.run(behind, version, "all")
@@ -233,7 +236,7 @@ class Refit:
         self._receive_again(behind, version)
 
     def rest_trainers(self) -> None:
-        """Have the trainers give the device's memory to engines that share it."""
+        """Have the trainers free their device memory for the engines that share their devices."""
         self._trainers.call(SendsWeights.rest)
 
     @property
@@ -241,7 +244,7 @@ class Refit:
         return self.options.timeout_s + _GRACE_S
 
     def transport(self, receivers: int) -> TransportSpec:
-        """Return the transport of a refit to `receivers` engine workers."""
+        """Return the transport for a refit to this number of engine workers."""
         options = self.options
         spec = TransportSpec(
             kind=options.kind,
@@ -253,13 +256,13 @@ class Refit:
             first_rank=options.first_rank,
         )
         if options.kind == "broadcast" and receivers:
-            # Rank 0 keeps the store where all meet.
+            # Rank 0 runs the store at which all members meet.
             host, port = self._trainers.workers[0].meeting_point()
             return replace(spec, host=host, port=port)
         return spec
 
     def _make_drop(self, engines: list[EngineEnd]) -> Callable[[int, Exception], None]:
-        """Return a function that tells the trainers of a failed engine; they tell the other engines."""
+        """Return a function that tells the trainers about a failed engine. They tell the other engines."""
         first_ranks = _first_ranks(engines)
 
         def drop(index: int, reason: Exception) -> None:
@@ -276,10 +279,11 @@ class Refit:
         trainer_calls: Sequence[Pending[Any]] = (),
         drop: Callable[[int, Exception], None] | None = None,
     ) -> tuple[list[R], list[Any]]:
-        """Return each engine's answer, and the trainers' if engines meet them in this call.
+        """Return the engines' answers and the trainers' answers.
 
-        drop: tells the trainers of a failed engine, so that nobody waits for it. Raises EnginesLost by the index in
-        `engine_calls`, or a trainer's error.
+        trainer_calls: at most one call of all trainers, if they take part. drop: tells the trainers about a failed
+        engine, so that nobody waits for that engine. Raises EnginesLost with indices into `engine_calls`, or a
+        trainer's error.
         """
         answers: dict[int, list[Any]] = {}
         failures: dict[int, Exception] = {}
@@ -294,8 +298,8 @@ class Refit:
                 raise outcome
             if drop:
                 drop(index, outcome)
-            # Where all need each other, the others fail now too. A trainer may give up before Ray has noticed an
-            # engine's death, or because an engine hangs: one that does not answer now hangs.
+            # In a broadcast the failure of one member makes the others fail too. A trainer may also give up before Ray
+            # has noticed an engine's death, or because an engine hangs: an engine without an answer now hangs.
             if index == trainers_index or (self.options.kind == "broadcast" and trainer_calls):
                 failures |= self._await_failures(calls, trainers_index, answers, failures)
                 break
@@ -312,7 +316,8 @@ class Refit:
         answers: Collection[int],
         failures: dict[int, Exception],
     ) -> dict[int, Exception]:
-        """Return the further failures of a refit that has failed. Raises a trainer's error that blames no engine."""
+        """Wait for the other calls of a failed refit; return their failures. Raises a trainer's error that blames no
+        engine."""
         pending = [index for index in range(len(calls)) if index not in answers and index not in failures]
         further_failures: dict[int, Exception] = {}
         for number, outcome in as_completed([calls[index] for index in pending], _SETTLE_S, KNOB):
@@ -332,7 +337,7 @@ class Refit:
 
 
 def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) -> tuple[Layout, list[Holding]]:
-    """Return the layout of all weights, and each rank's part, with the boxes of `senders`.
+    """Return the layout of all weights, and each rank's `Holding`. Only holdings of `senders` contain boxes.
 
     Raises RefitError if ranks have different layouts.
     """
@@ -344,8 +349,9 @@ def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) ->
 
 
 def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) -> Planned:
-    """Plan how ranks send what they hold."""
-    # The ranks of one copy fill the links of any engine. More senders would be more members of a communicator.
+    """Return the plan by which ranks send their weights."""
+    # The ranks of one copy of the weights saturate the links of any engine. More senders would only make communicators
+    # larger.
     senders = options.ranks_a_copy or len(holdings)
     buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
     chunk_bytes = buffer_bytes
@@ -362,12 +368,12 @@ def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) ->
 
 
 def _first_ranks(engines: list[EngineEnd]) -> list[int]:
-    """Return the transport's rank of each engine's first worker; rank 0 is the trainer's."""
+    """Return the transport's rank of each engine's first worker. Ranks of engine workers begin at 1."""
     return [*accumulate((engine.ranks for engine in engines), initial=1)][:-1]
 
 
 def _require_one_layout(holdings: list[Holding]) -> None:
-    """Raise RefitError for a rank that holds another model than rank 0."""
+    """Raise RefitError for a rank whose layout differs from rank 0's."""
     for rank, holding in enumerate(holdings):
         if holding.layout_digest != holdings[0].layout_digest:
             raise RefitError(f"trainer rank {rank} has other tensors, shapes or dtypes than trainer rank 0")
@@ -376,7 +382,7 @@ def _require_one_layout(holdings: list[Holding]) -> None:
 def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
     smallest_device = min(holding.device_bytes for holding in holdings)
     limit = min(int(options.buffer_memory_ratio * smallest_device), MAX_BUFFER_BYTES)
-    # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
+    # A receiver holds buffers for several groups of owners. All buffers together must not exceed the limit.
     limit //= min(REFIT_GROUPS, len(holdings))
     sent_bytes = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
     if options.colocated:
@@ -396,7 +402,7 @@ def _blames_others(failure: Exception) -> bool:
 
 
 def _make_verdict(failures: dict[int, Exception], trainers_index: int) -> Exception:
-    """Return the error of a failed refit: engines are to blame unless only the trainers failed."""
+    """Return the error of a failed refit: EnginesLost, or the trainers' error if no engine failed."""
     lost = {index: reason for index, reason in failures.items() if index != trainers_index}
     for index, reason in lost.items():
         if isinstance(reason, WorkerTimeout) and trainers_index in failures:

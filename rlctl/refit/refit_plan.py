@@ -1,8 +1,9 @@
-"""The refit plan: items, owners, order and chunks of one transfer; made once, verified by every receiver.
+"""The refit plan: items, owners, order and chunks of every refit. It is made once; each receiver verifies it.
 
-Pure. A trainer rank holds boxes (rectangular parts) of Hugging Face tensors; a box, cut so that it fits a buffer,
-is an item, the unit of checking; a chunk is sent by one rank at a time. The plan's `digest` travels with every refit.
-Two sides that disagree about a name, a shape, a dtype, an owner or a boundary stop before a single byte is loaded.
+A trainer rank holds boxes (rectangular parts) of Hugging Face tensors. A box, or a part of a box that fits a buffer, is
+an item: the unit of checksums. A chunk is a list of items that one rank, its owner, sends together. The plan's `digest`
+travels with every refit: if the two ends disagree about a name, a shape, a dtype, an owner or a boundary, the refit
+stops before a single byte is loaded. No devices and no processes.
 """
 
 import hashlib
@@ -22,11 +23,11 @@ from rlctl.refit.protocol import EngineReport, Header, LoadMode, Mode, RefitErro
 Layout = list[tuple[str, tuple[int, ...], str]]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
-# Items below this size are packed and travel together; larger ones travel each on its own, from and into place.
+# Items below this size are packed and travel together. A larger item travels alone, directly from and into its place.
 # Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a separate
 # broadcast costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
-# Where checks are sampled a refit checks one item in this many; the sample moves on with the version.
+# With `checks: sampled`, a refit checks one item in this many, other items at each version.
 SAMPLE = 16
 
 
@@ -34,11 +35,11 @@ SAMPLE = 16
 class TensorEntry:
     """One whole tensor."""
 
-    # Hugging Face's.
+    # Name in Hugging Face's folder.
     name: str
     shape: tuple[int, ...]
     dtype: str
-    # First byte in a flat buffer of all tensors.
+    # First byte of the tensor in a flat buffer of all tensors.
     offset: int
 
     @property
@@ -46,9 +47,10 @@ class TensorEntry:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-# The small parts are tuples: a plan has hundreds of thousands, and a frozen dataclass is four times slower to make.
+# The small parts of a plan are named tuples: there are hundreds of thousands, and a frozen dataclass takes four times
+# as long to make.
 class TensorSlice(NamedTuple):
-    """A rectangular part (box) of the tensor `name`: begin and extent in each dimension."""
+    """A box of the tensor `name`: first index and size in each dimension."""
 
     name: str
     start: tuple[int, ...]
@@ -64,17 +66,17 @@ class TensorSlice(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape))
 
 
-# Number of a tensor, one of its boxes, and the bytes of this box.
+# (index of a tensor in the plan's entries, one of its boxes, bytes of this box).
 _SizedBox = tuple[int, TensorSlice, int]
 
 
 class RefitItem(NamedTuple):
-    """A box that one rank sends."""
+    """A box, or a part of a box, that one rank sends."""
 
     # Index of its tensor in `RefitPlan.entries`.
     entry: int
     box: TensorSlice
-    # First byte within the chunk.
+    # First byte of the item within its chunk.
     offset: int
     nbytes: int
 
@@ -99,7 +101,7 @@ class Segment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Segments that `owner` (a trainer rank) sends at a time; at most a buffer's size."""
+    """Segments that `owner` (a trainer rank) sends together. They fit one buffer."""
 
     owner: int
     segments: tuple[Segment, ...]
@@ -113,7 +115,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class RefitPlan:
-    """All tensors of a refit, and the chunks that carry them in sending order: the owners take turns."""
+    """All tensors of a refit, and the chunks in sending order. The owners take turns, one chunk each time."""
 
     entries: tuple[TensorEntry, ...]
     items: tuple[RefitItem, ...]
@@ -129,12 +131,11 @@ class RefitPlan:
     ) -> "RefitPlan":
         """Return the plan of a layout: (name, shape, dtype) of every tensor.
 
-        boxes[r]: parts that rank r holds (None: rank 0 holds all).
+        boxes[r]: boxes that rank r holds. None: rank 0 holds all tensors. If several ranks hold a box, the rank with
+        the fewest bytes to send is its owner. edge_bytes: size of a rank's first and last chunks: no other transfer
+        runs while the first is packed and the last is loaded. Chunks in between grow up to `buffer_bytes`.
 
-        A box that several ranks hold is sent by the one with the least to send. edge_bytes: size of a rank's first
-        and last chunks, whose packing and loading nothing hides; towards the middle they grow to `buffer_bytes`.
-
-        Raises RefitError when the boxes do not make up every tensor exactly, or when one row of a tensor does not fit
+        Raises RefitError if the boxes do not cover every tensor exactly, or if one row of a tensor does not fit
         `buffer_bytes`.
         """
         entries = _make_entries(layout)
@@ -159,7 +160,7 @@ class RefitPlan:
         return cls(entries, tuple(items), tuple(chunks))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As bytes of plain values: Ray's pickler calls a Python function for every object of another type.
+        # Pickled as plain values, because Ray's pickler calls a Python function for every object of another type.
         entries = [(entry.name, entry.shape, entry.dtype) for entry in self.entries]
         items = [(entry, start, shape, offset, nbytes) for entry, (_, start, shape), offset, nbytes in self.items]
         chunks = [(owner, [tuple(segment) for segment in segments], nbytes) for owner, segments, nbytes in self.chunks]
@@ -172,7 +173,7 @@ class RefitPlan:
 
     @cached_property
     def payload(self) -> int:
-        """Bytes of the tensors themselves."""
+        """Number of bytes of all tensors, without padding."""
         return sum(entry.nbytes for entry in self.entries)
 
     @cached_property
@@ -192,24 +193,25 @@ class RefitPlan:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Trainer ranks that send anything."""
+        """Trainer ranks that own at least one chunk."""
         return tuple(self._chunks_by_owner)
 
     @cached_property
     def owner_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The owners, dealt out in turn over at most `REFIT_GROUPS` groups.
+        """The owners, distributed round-robin over at most `REFIT_GROUPS` groups.
 
-        A group's owners share one communicator with all engine workers, so its number does not grow with ranks.
+        A group's owners share one communicator with all engine workers. So the number of communicators does not grow
+        with the number of ranks.
         """
         count = min(REFIT_GROUPS, len(self.owners))
         return tuple(self.owners[first::count] for first in range(count))
 
     @cached_property
     def digest(self) -> str:
-        """Hash of names, shapes, dtypes, owners, order and boundaries."""
+        """Hash of the plan's names, shapes, dtypes, owners, order and boundaries."""
         entries = [[entry.name, entry.shape, entry.dtype, entry.offset] for entry in self.entries]
         items = [[item.entry, item.box.start, item.box.shape, item.offset] for item in self.items]
-        # Tuples and lists have one form in JSON.
+        # Tuples need no conversion: JSON writes them as lists.
         chunks = [[chunk.owner, chunk.segments] for chunk in self.chunks]
         return _short_hash([entries, items, chunks])
 
@@ -234,14 +236,14 @@ class RefitPlan:
         return sorted(self.checked_items(header) & self._items_by_owner[owner])
 
     def chunks_of(self, owner: int) -> list[tuple[int, Chunk]]:
-        """Return the chunks that `owner` sends, with their indices."""
+        """Return (index, chunk) of the chunks that `owner` sends."""
         return self._chunks_by_owner.get(owner, [])
 
     def chunks_for(self, receiver: int) -> list[tuple[int, Chunk]]:
-        """Return all chunks, with their indices, in the order in which engine worker `receiver` (from 1) reads them.
+        """Return (index, chunk) of all chunks, in the order in which engine worker `receiver` (from 1) reads them.
 
-        The worker reads one chunk of each owner in turn. Neighbours begin with different owners: two workers that read
-        from one owner share its link.
+        The worker reads one chunk of each owner in turn. Consecutive workers begin with different owners, because two
+        workers that read from the same owner share its link.
         """
         chunks_by_owner = [self.chunks_of(owner) for owner in self.owners]
         first = (receiver - 1) % len(chunks_by_owner)
@@ -257,22 +259,22 @@ class RefitPlan:
 
 @lru_cache(maxsize=2 * SAMPLE)
 def _every_nth(step: int, first: int, count: int) -> frozenset[int]:
-    # Made once: a mixture of experts has tens of thousands of items.
+    # Cached, because a mixture of experts has tens of thousands of items.
     return frozenset(range(first, count, step))
 
 
 def align_size(size: int) -> int:
-    """Return the size rounded up to the alignment of every place."""
+    """Return the size rounded up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def layout_digest(layout: Layout) -> str:
-    """Return a hash by which ranks compare their layouts."""
+    """Return a hash of a layout, with which ranks compare their layouts."""
     return _short_hash(layout)
 
 
 def boxes_digest(boxes: list[TensorSlice]) -> str:
-    """Return a hash by which ranks of several copies compare their boxes."""
+    """Return a hash of boxes. Ranks that hold copies of the weights compare their boxes by this hash."""
     return _short_hash(boxes)
 
 
@@ -303,9 +305,10 @@ def _unpickle_plan(fields: bytes) -> RefitPlan:
 
 
 def _assign_boxes(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[TensorSlice]]) -> list[list[_SizedBox]]:
-    """Return each rank's boxes to send, in the entries' order.
+    """Return for each rank the boxes that it sends, in the entries' order.
 
-    A box held by several ranks goes to the least loaded. Raises RefitError unless boxes make up every tensor.
+    If several ranks hold a box, the rank with the fewest bytes so far sends it. Raises RefitError unless the boxes
+    cover every tensor exactly.
     """
     entry_numbers = {entry.name: number for number, entry in enumerate(entries)}
     holders: list[dict[TensorSlice, list[int]]] = [{} for _ in entries]
@@ -337,9 +340,9 @@ def _assign_boxes(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[Ten
 
 
 def _split_share(share: list[_SizedBox], limit: int, edge: int) -> list[list[RefitItem]]:
-    """Return a rank's boxes as chunks of items, each filled in order.
+    """Return a rank's boxes as chunks of items, filled one after the other.
 
-    A chunk has room for `edge` bytes at the begin and the end of the share, for up to `limit` in between.
+    The first and last chunks have room for `edge` bytes, chunks in between for up to `limit` bytes.
     """
     chunks: list[list[RefitItem]] = []
     sent = 0
@@ -370,7 +373,7 @@ def _split_share(share: list[_SizedBox], limit: int, edge: int) -> list[list[Ref
 
 
 def _cut_box(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """Return as many of the box's first rows as have room, at least one, and the rows below them."""
+    """Split a box by rows: return the first rows that fit `room`, at least one row, and the remaining rows or None."""
     name, start, shape = box
     row_bytes = nbytes // shape[0]
     if row_bytes > limit:
@@ -384,7 +387,7 @@ def _cut_box(box: TensorSlice, nbytes: int, room: int, limit: int) -> tuple[Tens
 
 def _make_segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
     """Return the segments of a chunk whose first item has index `first`, and the chunk's size."""
-    # A segment begins at the first item, and wherever an item or the one before it is large.
+    # A segment begins at the first item, at each large item and after each large item.
     begins = [0]
     for index in range(1, len(items)):
         if items[index - 1].nbytes >= PACKED_BYTES or items[index].nbytes >= PACKED_BYTES:
@@ -403,20 +406,24 @@ class ReceivesWeights(Protocol):
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
-        """Join the refit transport as ranks `first_rank` and following; leave the one before.
+        """Close the previous transport if any, and join the new one. first_rank: the transport's rank of this engine's
+        first worker; the engine's other workers follow.
 
-        Requests may run: it comes again after another engine was rebuilt. `refit/transport.py` has the receiver,
-        `refit/weight_sink.py` the places of the plan's tensors, which have their names of Hugging Face's folder.
-        in_flight: requests go on during a refit. Raises RefitError for a plan or mode that the engine cannot serve.
+        Called again while requests run, after another engine was rebuilt. An engine receives with a receiver from
+        `refit/transport.py` into a sink from `refit/weight_sink.py`. The plan's tensors have the names of Hugging
+        Face's folder. in_flight: True if requests continue during a refit. Raises RefitError for a plan or mode that
+        the engine cannot serve.
         """
 
     def refit_receive(self, header: Header) -> EngineReport:
-        """Make a version live between two steps; it may be the live one again. Requests keep their tokens and continue
-        under the new version, their keys and values kept or, if `EngineSpec.recompute_kv_cache`, recomputed.
+        """Receive a version and make it live between two steps. The version may be the live one already. Running
+        requests keep their tokens and continue with the new version. Their keys and values are kept, or recomputed if
+        `EngineSpec.recompute_kv_cache` is true.
 
-        The engine serves the old version or the new one, never a mixture. A failure leaves the engine unusable: every
-        later `submit` raises, and `collect` raises for the requests that ran. `Untouched` says that the old version is
-        live, and requests go on; `RefitInterrupted`, of a lost peer, that they wait. The version comes again after
-        both.
-        The report has proofs if `header.prove`, for adapters (`EngineRules.serves_adapters`) alone.
+        The engine serves the old version or the new one, never a mixture. After an error the engine is unusable: every
+        later `submit` raises, and `collect` raises for the requests that ran. There are two exceptions. After
+        `Untouched` the old version is live, and requests continue. After `RefitInterrupted`, of a lost peer, requests
+        wait. In both cases the driver sends the version again.
+        The report has proofs if `header.prove` is true, which only engines with adapters
+        (`EngineRules.serves_adapters`) must support.
         """

@@ -1,4 +1,4 @@
-"""A trainer rank's end of the refit, for any backend: reports its boxes, then sends them when asked."""
+"""A trainer rank's end of the refit, for any backend: reports the rank's boxes, and sends them at each refit."""
 
 from dataclasses import dataclass
 
@@ -13,36 +13,37 @@ from rlctl.refit.weight_source import Sharded, WeightSource
 
 @dataclass(frozen=True)
 class Holding:
-    """The tensors that a rank can send."""
+    """Boxes that a rank holds, and the memory of its device."""
 
-    # Hash of its layout (`layout_digest`), equal on every rank.
+    # Hash of the rank's layout (`layout_digest`), equal on every rank.
     layout_digest: str
-    # Hash of the rank's own parts of the tensors. `boxes` is empty unless the driver asked for the parts themselves.
+    # Hash of the rank's boxes. `boxes` is empty unless the driver asked for the boxes themselves.
     boxes_digest: str
     boxes: list[TensorSlice]
-    # Memory of its device.
+    # Bytes of memory of the rank's device; on a CPU, of the host.
     device_bytes: int
 
 
 class SendsWeights:
-    """Base of a hosted trainer rank: the calls that the driver's `Refit` makes."""
+    """Base class of a trainer rank's actor: the methods that the driver's `Refit` calls."""
 
     def __init__(self, sharded: Sharded, rank: int, device: torch.device) -> None:
         self._sharded = sharded
         self._sending_rank = rank
         self._sending_device = device
         self._sender: ChunkSender | None = None
-        # The transport of the newest `refit_open`, joined or not yet.
+        # Transport of the last `refit_open`, which may still be joining.
         self._transport_spec: TransportSpec | None = None
 
     def refit_layout(self, dtype: str) -> Layout:
-        """Return (Hugging Face name, shape, dtype) of every whole tensor; each travels as `dtype`."""
+        """Return (Hugging Face name, shape, dtype) of every whole tensor. dtype: the one in which tensors travel."""
         return self._sharded.layout(dtype)
 
     def refit_holding(self, dtype: str, sends: bool) -> Holding:
-        """Return the rank's own input of the plan. 256 layouts of a 235B mixture of experts would be 590 MB.
+        """Return the rank's boxes for the plan, and a hash of the layout in place of the layout: 256 layouts of a 235B
+        mixture of experts would be 590 MB.
 
-        sends: the rank sends, so that the plan needs its boxes. A rank with the same boxes as another sends nothing.
+        sends: True if the rank sends, so that the plan needs its boxes. A rank whose boxes another rank sends does not.
         """
         if self._sending_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._sending_device).total_memory
@@ -59,37 +60,38 @@ class SendsWeights:
         )
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
-        """Join the transport."""
+        """Close the previous transport if any, and join the new one."""
         self.refit_close()
         self._transport_spec = spec
         self._source = WeightSource(plan, self._sending_rank - spec.first_rank, self._sharded.shards())
         self._sender = open_sender(spec, self._source, self._sending_device)
 
     def refit_send(self, header: Header) -> SendReport:
-        """Send this rank's part of a version; the weights do not change meanwhile, since this thread changes them.
+        """Send this rank's part of a version. The weights do not change meanwhile, since only this thread changes them.
 
         Raises RefitError if the trainer moved its weights to other memory since `refit_open`.
         """
         if self._sender is None:
             raise RuntimeError("refit_open comes before refit_send")
         report = self._sender.send(header)
-        # Afterwards: looking costs milliseconds that receivers would wait, and an error ends the run either way.
+        # Verified after sending: verifying takes milliseconds for which receivers would wait, and an error ends the run
+        # anyway.
         self._source.verify_in_place(self._sharded.shards())
         return report
 
     def refit_drop(self, receivers: list[int], reason: str) -> None:
-        """Wait no longer for these receivers (ranks from 1); called while `refit_open` or `refit_send` runs."""
+        """Stop waiting for these receivers (ranks from 1). Called while `refit_open` or `refit_send` runs."""
         if self._sender:
             self._sender.drop(receivers, reason)
         elif self._transport_spec and self._sending_rank == 0:
             call_off(self._transport_spec, reason)
 
     def refit_close(self) -> None:
-        """Leave the transport."""
+        """Close the transport."""
         if self._sender:
             self._sender.close()
         self._sender = None
 
     def rest(self) -> None:
-        """Give the device's memory to engines that share it; only called where they do."""
+        """Free device memory for the engines. Only called if engines share the trainer's devices."""
         raise NotImplementedError

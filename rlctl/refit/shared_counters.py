@@ -1,4 +1,4 @@
-"""Counters in mapped memory that both ends of a refit within one host share, and waits with a deadline."""
+"""Counters in mapped memory that both ends of a refit on one host share, and waits with a deadline."""
 
 import ctypes
 import mmap
@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 
 from rlctl.refit.protocol import PeerLost
 
-# A wait looks at a counter and sleeps, again and again; the sleeps grow with the time waited.
+# A wait reads a counter and sleeps, again and again. A sleep lasts this share of the time waited, within these limits.
 _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 1e-3
 _SLEEP_SHARE = 1e-4
-# Linux adds 50 us to every sleep of a thread, unless the thread asks for less with this option. A chunk is handed over
-# by up to four looks. One look took 125 us, and 43 us with the option.
+# Linux adds 50 us to every sleep of a thread, unless the thread asks for less with this option. A chunk needs up to
+# four sleeps. One read and sleep took 125 us, and 43 us with the option.
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class SharedCounters:
-    """int64 words in a file that several processes map; a store of one word is seen whole or not at all."""
+    """int64 words in a file that several processes map. Writing one word is atomic."""
 
     def __init__(self, path: Path, count: int, create: bool) -> None:
-        """create: the file appears by rename, all zeros, readable by its owner alone."""
+        """create: make the file, with zeros, readable only by its user. It appears by rename, so never half written."""
         if create:
             partial = path.with_suffix(".partial")
             partial.write_bytes(bytes(8 * count))
@@ -42,17 +42,18 @@ class SharedCounters:
 
 
 class Deadline:
-    """Moment at which one end stops waiting for the other."""
+    """Time at which one end stops waiting for the other."""
 
     def __init__(self, seconds: float) -> None:
-        """Begin to count; the calling thread sleeps precisely from now on."""
+        """Begin to count. This also makes later sleeps of the calling thread precise."""
         self._seconds = seconds
         self._end = time.monotonic() + seconds
         if _LIBC:
             _LIBC.prctl(_PR_SET_TIMERSLACK, 1)
 
     def check(self, message: Callable[[], str]) -> None:
-        """Wait a moment. Raises PeerLost when the time is over; {} in its `message` becomes the time waited."""
+        """Sleep for a moment. Raises PeerLost after the deadline, with the text of `message`, where {} becomes the time
+        waited."""
         remaining = self._end - time.monotonic()
         if remaining < 0:
             raise PeerLost(message().replace("{}", f"{self._seconds:g} s"))
@@ -61,5 +62,5 @@ class Deadline:
 
 
 def digest_word(digest: str) -> int:
-    """Return a plan's digest as one word."""
+    """Return a plan's digest as one int64 word."""
     return int(digest[:15], 16)

@@ -1,8 +1,8 @@
-"""Refit through host shared memory: trainer ranks write flat files in /dev/shm, every engine maps them.
+"""Refit through host shared memory: trainer ranks write flat files in /dev/shm, and every engine maps them.
 
-The simplest correct transport, and the fast one on CPU, where the mapping is the only copy. Two slots take turns and
-are reused: a version stays readable until the next but one is written, for engines rebuilt meanwhile, and writing goes
-into existing pages (fresh ones of a tmpfs cost several times the copy).
+This is the simplest transport, and the fast one on CPU, where engines read the mapped files directly. Two slots (files)
+are used in turn. So a version stays readable until the version after the next is written, for engines that are rebuilt
+meanwhile. Reused slots also have their pages already: new pages of a tmpfs cost several times the copy.
 """
 
 import mmap
@@ -28,7 +28,7 @@ _SLOTS = 2
 
 
 class ShmSender(SenderTransport):
-    """A trainer rank's side: writes its own items; rank 0 makes the files and removes them."""
+    """A trainer rank's side: writes the rank's items. Rank 0 creates and removes the files."""
 
     buffers: "_Slots"
 
@@ -52,21 +52,21 @@ class ShmSender(SenderTransport):
     def begin(self, header: Header, deadline: Deadline) -> None:
         self._header = header
         self._words = self.buffers.words(header.version)
-        # The part is being written.
+        # -1 says that this rank's part is being written.
         self._words[self._word] = -1
 
     def await_buffer(self, number: int, packing: DeviceStream) -> int:
         return self._header.version % _SLOTS
 
     def publish(self, number: int, slot: int, packed: Span) -> None:
-        """Nothing is left to do: a packed chunk is already in the slot."""
+        """Do nothing: a packed chunk is in the slot already."""
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
         first_sum = 1 + len(self._source.plan.owners)
         for number, checksum in sums.values().items():
             self._words[first_sum + number] = checksum
         self._words[0] = digest_word(self._header.digest)
-        # The last word to be written. Version 0 must differ from a slot that nobody wrote.
+        # This word is written last. Version plus 1, so that version 0 differs from a slot never written.
         self._words[self._word] = self._header.version + 1
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class ShmReceiver(ReceiverTransport):
         return None if self._has_adopted else self._view(number, slot)
 
     def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
-        # Checksums are taken on the host, for a sink on any device.
+        # Checksums are computed on the host, whatever the sink's device.
         return self._view(number, slot) if self._has_adopted else None
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
@@ -117,7 +117,7 @@ class ShmReceiver(ReceiverTransport):
         return 0.0, sum(loading.values())
 
     def finish(self, header: Header) -> None:
-        """Raise RefitError unless the slot holds this version of this plan, whole: rewritten, it holds a mixture."""
+        """Raise RefitError unless the slot holds this version and plan completely. It may have been overwritten."""
         assert self._slots, "begin comes first"
         words = self._slots.words(header.version)
         if words[0] != digest_word(header.digest):
@@ -134,20 +134,21 @@ class ShmReceiver(ReceiverTransport):
 
 
 class _Slots:
-    """Both slots, mapped, and the words that describe their contents."""
+    """Both mapped slots, and the words that describe their contents."""
 
-    # The files belong to the run, not to one end.
+    # 0, because the files belong to the run, not to one end.
     nbytes = 0
 
     def __init__(self, folder: Path, plan: RefitPlan) -> None:
         self._plan = plan
-        # uint8 [plan.nbytes] each.
+        # The slots, each uint8 [plan.nbytes].
         self.flats = [_map_file(folder / name, plan.nbytes) for name in _slot_names()]
         self._counters = SharedCounters(_words_file(folder), _word_count(plan), create=False)
         self._views: dict[tuple[int, int], Tensor] = {}
 
     def words(self, version: int) -> NDArray[np.int64]:
-        """Return the words of the version's slot: the plan's digest, each owner's version plus 1, items' checksums."""
+        """Return the words of the version's slot: the plan's digest, then for each owner its version plus 1, then for
+        each item its checksum."""
         words: NDArray[np.int64] = self._counters.array.reshape(_SLOTS, -1)[version % _SLOTS]
         return words
 
@@ -156,7 +157,7 @@ class _Slots:
         return True
 
     def view(self, number: int, slot: int) -> Tensor:
-        """Return item `number`'s place in a slot, found once."""
+        """Return the place of item `number` in a slot. Cached."""
         if (number, slot) not in self._views:
             item = self._plan.items[number]
             tensor = view_entry(self.flats[slot], self._plan.entries[item.entry])
@@ -164,7 +165,7 @@ class _Slots:
         return self._views[number, slot]
 
     def close(self) -> None:
-        """Let go of the mapped memory."""
+        """Release the mapped memory."""
         self.flats = []
         self._views = {}
         self._counters.close()
@@ -183,7 +184,7 @@ def _word_count(plan: RefitPlan) -> int:
 
 
 def _allocate(folder: Path, size: int) -> None:
-    """Make the slots' files, their blocks claimed first: a full folder is an error, not SIGBUS."""
+    """Create the slots' files and allocate their blocks, so that a full folder is an error here, not SIGBUS later."""
     files = [folder / name for name in _slot_names()]
     try:
         for file in files:

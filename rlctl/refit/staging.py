@@ -10,17 +10,17 @@ from rlctl.refit.weight_sink import view_typed
 
 
 class StagingBuffers:
-    """Buffers of one end, each large enough for the fullest chunk, and each item's place in them.
+    """Ring of buffers of one end, and each item's place in a buffer. A buffer fits the fullest chunk.
 
-    Items of a segment lie back to back, so that packed segments stay one run of bytes.
+    The items of a segment are adjacent, so that a packed segment is contiguous.
     """
 
     def __init__(
         self, plan: RefitPlan, chunks: Iterable[Chunk], count: int, device: torch.device, in_place: Collection[int]
     ) -> None:
-        """in_place: items that need no place here."""
+        """in_place: numbers of items that need no buffer."""
         self._plan = plan
-        # Item -> the byte at which it begins in its chunk's buffer. Items in place are left out.
+        # Number of an item that uses a buffer -> its first byte there.
         self.offsets: dict[int, int] = {}
         fullest = 0
         for chunk in chunks:
@@ -35,11 +35,11 @@ class StagingBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
     def has_items_of(self, chunk: Chunk) -> bool:
-        """Return True if any of the chunk passes through a buffer."""
+        """Return True if any item of the chunk uses a buffer."""
         return any(number in self.offsets for number in chunk.numbers)
 
     def segment_bytes(self, segment: Segment, slot: int) -> Tensor:
@@ -48,7 +48,7 @@ class StagingBuffers:
         return self.buffers[slot][offset : offset + segment.nbytes]
 
     def view(self, number: int, slot: int) -> Tensor | None:
-        """Return item `number` in buffer `slot`, with its dtype and shape; None if it passes through none."""
+        """Return item `number` in buffer `slot`, with its dtype and shape; None if the item uses no buffer."""
         if number not in self.offsets:
             return None
         shape = self._plan.items[number].box.shape

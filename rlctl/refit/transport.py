@@ -1,4 +1,4 @@
-"""The three transports by name, one file each; the driver and the loop never ask which one it is."""
+"""The three transports by name. Each has one file, and only this module asks which transport is used."""
 
 import torch
 
@@ -11,7 +11,7 @@ _HOST = torch.device("cpu")
 
 
 def open_sender(spec: TransportSpec, source: WeightSource, device: torch.device) -> ChunkSender:
-    """Return a trainer rank's end of the transport named by `spec`, joined."""
+    """Join the transport named by `spec`, and return this trainer rank's end."""
     transport: SenderTransport
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmSender
@@ -30,7 +30,8 @@ def open_sender(spec: TransportSpec, source: WeightSource, device: torch.device)
 
 
 def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> ChunkReceiver:
-    """Return an engine worker's end, joined; `rank` counts all engine workers from 1."""
+    """Join the transport named by `spec`, and return an engine worker's end. rank: number of the worker among those of
+    all engines, from 1."""
     transport: ReceiverTransport
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmReceiver
@@ -49,7 +50,7 @@ def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch
 
 
 def call_off(spec: TransportSpec, reason: str) -> None:
-    """Tell members that still join the transport to give up: they would wait for a member that is gone."""
+    """Tell members that are still joining the transport to give up, because a member is gone."""
     if spec.kind == "broadcast":
         from rlctl.refit.process_group import announce_loss, rendezvous
 
@@ -57,7 +58,7 @@ def call_off(spec: TransportSpec, reason: str) -> None:
 
 
 def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
-    """Return the device memory for buffers that an engine worker's end holds at most."""
+    """Return the most bytes of device memory that an engine worker's end uses for buffers."""
     if spec.kind != "broadcast":
         return 0
     from rlctl.refit.broadcast import receiver_bytes

@@ -1,4 +1,4 @@
-"""Destinations of a refit in an engine: its parameters, a copy, or whole tensors for vLLM's loader."""
+"""Destinations of a refit in an engine worker: the port `WeightSink`, and whole tensors for the engine's own loader."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from rlctl.refit.refit_plan import ITEM_BYTES, RefitPlan, TensorEntry
 
-# Above this a separate launch costs nothing.
+# Bytes of a copy from which on the launch of a separate kernel costs no time.
 LARGE = 32 << 20
 
 
 class BatchedCopy:
-    """(target, source) pairs of equal shapes; dtypes may differ."""
+    """Copies of (target, source) pairs in few kernels. Shapes of a pair are equal; dtypes may differ."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], beside_requests: bool = False) -> None:
-        """beside_requests: requests run on the device meanwhile."""
+        """beside_requests: True if requests run on the device at the same time."""
         self._large: list[tuple[Tensor, Tensor]] = []
         groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for target, source in pairs:
@@ -25,7 +25,7 @@ class BatchedCopy:
             if is_plain and not beside_requests and target.numel() * target.element_size() >= LARGE:
                 self._large.append((target, source))
                 continue
-            # Copies without a common kernel would keep the rest of their group from one.
+            # `_foreach_copy_` uses one kernel only if all pairs of a group have equal dtypes and are dense.
             targets, sources = groups.setdefault((target.dtype, source.dtype, is_dense), ([], []))
             targets.append(target)
             sources.append(source)
@@ -44,20 +44,21 @@ class WeightSink(Protocol):
     """One engine worker's memory for a version of the weights."""
 
     def target(self, number: int) -> Tensor | None:
-        """Return contiguous memory in which item `number` may be received as it is; None: receive it elsewhere."""
+        """Return contiguous memory into which item `number` may be received directly; None if there is none."""
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """Return the copies that bring items, each shaped as its box (any strides, any float dtype), to their place."""
+        """Return the copies that bring items to their places. arrived: (number, item in the shape of its box, with any
+        strides and any float dtype)."""
 
     def adopt(self, flat: Tensor) -> bool:
-        """Take a whole version at once: uint8 [plan.nbytes], every entry at its offset, unchanged until the next refit.
+        """Use a whole version in shared memory without copying. Return False if this sink needs its items one by one.
 
-        Return False if this sink needs its items one by one.
+        flat: uint8 [plan.nbytes], every entry at its offset. It stays unchanged until the next refit.
         """
 
 
 class WholeTensorSink:
-    """Whole tensors under their Hugging Face names, for an engine that rearranges weights itself."""
+    """Receives whole tensors under their Hugging Face names, for an engine that rearranges weights itself."""
 
     def __init__(self, plan: RefitPlan, device: torch.device) -> None:
         self._plan = plan
@@ -78,12 +79,12 @@ class WholeTensorSink:
         return True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return every tensor of the plan, in its order."""
+        """Return (name, tensor) of every tensor of the plan, in the plan's order."""
         return ((entry.name, view_entry(self._buffer, entry)) for entry in self._plan.entries)
 
     @property
     def extra_bytes(self) -> int:
-        """Memory held besides the engine's own."""
+        """Bytes of memory allocated by this sink."""
         return 0 if self._flat is None or self._has_adopted else self._flat.numel()
 
     @property

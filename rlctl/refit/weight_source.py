@@ -1,4 +1,4 @@
-"""Source of a trainer rank's items: its own shards, under Hugging Face names, wherever the backend keeps them."""
+"""Source of a trainer rank's items: views of the rank's own shards, under Hugging Face names."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -13,7 +13,8 @@ from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of one tensor: `tensor` is this rank's own memory (any dtype and strides), `start` where it begins."""
+    """A part of one tensor. `tensor` is this rank's memory (any dtype and strides); `start` is the part's first index
+    in the whole tensor, for each dimension."""
 
     name: str
     start: tuple[int, ...]
@@ -25,7 +26,7 @@ class Shard:
 
 
 class Sharded(Protocol):
-    """The part of a trainer rank that a refit reads."""
+    """Methods by which a refit reads the weights of a trainer rank."""
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
         """Return (Hugging Face name, shape, dtype) of every whole tensor."""
@@ -35,7 +36,7 @@ class Sharded(Protocol):
 
 
 class WeightSource:
-    """A rank's items as views of its shards, found once."""
+    """The items that a rank sends, as views of its shards."""
 
     def __init__(self, plan: RefitPlan, rank: int, shards: list[Shard]) -> None:
         self.plan = plan
@@ -56,17 +57,17 @@ class WeightSource:
         return self._views[number]
 
     def is_ready(self, number: int) -> bool:
-        """Return True if item `number` can be sent from where it lies: right dtype, contiguous."""
+        """Return True if item `number` can be sent without a copy: it has the right dtype and is contiguous."""
         view = self.view(number)
         return view.dtype == getattr(torch, self.plan.dtype(number)) and view.is_contiguous()
 
     def ready_singles(self) -> set[int]:
-        """Return the items that travel each on its own and can be sent from where they lie."""
+        """Return the numbers of items that are whole segments and can be sent without a copy."""
         segments = chain.from_iterable(chunk.segments for chunk in self.chunks)
         return {segment.first for segment in segments if segment.is_single and self.is_ready(segment.first)}
 
     def verify_in_place(self, shards: list[Shard]) -> None:
-        """Raise RefitError if the trainer's weights moved: views of old memory hold old weights."""
+        """Raise RefitError if the trainer's weights moved to other memory: this object's views would be outdated."""
         addresses = _addresses(shards)
         for (name, start), address in self._addresses.items():
             if addresses.get((name, start)) != address:
