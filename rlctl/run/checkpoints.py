@@ -1,8 +1,8 @@
-"""Checkpoints of a run: `checkpoints/step_N/`, whole or not there at all.
+"""Checkpoints of a run: `checkpoints/step_N/`. A checkpoint is complete, or does not exist.
 
-Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` and the `keep_best` best by a metric stay.
-Apart from the trainer's state a checkpoint has one JSON file: version, data cursor, metric.
-A manifest holds the digest of every file; a resume checks the digest before it reads the file.
+Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` checkpoints and the `keep_best` best ones
+by a metric are kept. Besides the trainer's state a checkpoint has one JSON file: version, data cursor, metric. A
+manifest holds the digest of every file. A resume verifies the digests before it reads the files.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
-# Descriptors whose locks keep checkpoints from being pruned, until this process ends.
+# Descriptors with locks that keep checkpoints from being pruned, until this process ends.
 _HELD: list[int] = []
-# Path -> (bytes, digest), of files whose writers have synced them and know both.
+# Path -> (bytes, digest) of files that their writers have synced and hashed already.
 Known = Mapping[Path, tuple[int, str]]
-# Fills the folder of a checkpoint.
+# Fills the folder of a checkpoint; returns the files that are synced and hashed already.
 Write = Callable[[], Known]
 
 
@@ -46,12 +46,13 @@ class Checkpoint:
 
     @property
     def export(self) -> Path:
-        """The Hugging Face folder, if it was asked for."""
+        """Hugging Face folder of the weights. It exists only if the config asks for an export."""
         return self.path / "hf"
 
 
 def damage_of_weights(model: Path) -> str:
-    """Return a line on the damage in a checkpoint's Hugging Face folder; empty for a whole one and for any other."""
+    """Return a line on the damage in a checkpoint's Hugging Face folder; empty if there is none, and for other
+    folders."""
     checkpoint = model.parent
     if model.name != "hf" or not (checkpoint / _STATE).is_file():
         return ""
@@ -60,9 +61,9 @@ def damage_of_weights(model: Path) -> str:
 
 
 def hold(checkpoint: Path) -> bool:
-    """Keep a run that still trains on this machine from pruning a checkpoint, until this process ends.
+    """Keep the checkpoint's run, which may still train on this machine, from pruning it until this process ends.
 
-    Return False if the checkpoint is gone. A file system without locks keeps nothing: the run may prune it.
+    Return False if the checkpoint is gone. On a file system without locks the run may still prune it.
     """
     file = checkpoint / _STATE
     try:
@@ -71,16 +72,16 @@ def hold(checkpoint: Path) -> bool:
         return False
     _HELD.append(descriptor)
     with suppress(OSError):
-        # Waits for a prune that has begun.
+        # Waits until a prune that has begun ends.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     return file.exists()
 
 
 def stand_in(model: str, newest: Checkpoint | None) -> str | None:
-    """Return the export of the newest checkpoint in place of a run's model whose folder is gone.
+    """Return the newest checkpoint's export, to be used instead of a run's model whose folder is gone.
 
-    None for a model that is here or is no path, and where nothing stands in: adapters and a reference policy need the
-    weights of the model itself.
+    Returns None if the model's folder exists or the model is no path, if there is no export, and for runs with adapters
+    or a reference policy: they need the weights of the model itself.
     """
     if newest is None or not Path(model).is_absolute() or os.path.isdir(model):
         return None
@@ -90,31 +91,31 @@ def stand_in(model: str, newest: Checkpoint | None) -> str | None:
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; no part is left."""
+    """A checkpoint could not be written. Its unfinished folder was removed."""
 
 
 class NoWholeCheckpoint(UserError):
-    """All checkpoints of a run are damaged; the message is one line that names each."""
+    """All checkpoints of a run are damaged. The message is one line that names the damage of each."""
 
 
 class EarlierVersion(NoWholeCheckpoint):
-    """All checkpoints of a run are of an earlier version of rlctl; the message is one line that says how to go on."""
+    """All checkpoints of a run are of an earlier version of rlctl. The message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run continues from, and the state of its folder."""
+    """The checkpoint from which a run continues, and the damaged checkpoints that it skips."""
 
     # None for a run without checkpoints.
     checkpoint: Checkpoint | None
-    # Newer ones that cannot be used: folder -> the reason in one line.
+    # Folder of a newer checkpoint that cannot be used -> reason in one line.
     damaged: dict[Path, str]
     # Further lines for the user.
     notes: list[str]
 
 
 class Checkpoints:
-    """The checkpoints of one run directory: written, found and pruned here."""
+    """Writes, finds and prunes the checkpoints of one run directory."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
         self._folder = folder
@@ -122,38 +123,38 @@ class Checkpoints:
         self._keep_best = keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
-        """Save a checkpoint, as `begin` and `CheckpointSave.finish` do; `write` fills the folder."""
+        """Save a checkpoint at once, by `begin` and `CheckpointSave.finish`. write: fills the folder."""
         return self.begin(step, state, lambda folder: lambda: _nothing_known(write, folder)).finish()
 
     def begin(self, step: int, state: dict[str, Any], begin: Callable[[Path], Write]) -> "CheckpointSave":
-        """Begin a checkpoint. `begin` gets its folder and returns a function that fills the folder.
+        """Begin a checkpoint. begin: called with its folder; returns a function that fills the folder.
 
-        `state["score"]` ranks checkpoints: the larger the better, among equals the earlier; None is not ranked.
-        Raises as `CheckpointSave.finish`.
+        `state["score"]` ranks checkpoints: a larger score is better; of equal scores the earlier step is better; None
+        is not ranked. Raises like `CheckpointSave.finish`.
         """
         save = CheckpointSave(self, self._folder, step, state)
         save.begin(begin)
         return save
 
     def all(self) -> list[Checkpoint]:
-        """Return the checkpoints whose state can be read, oldest first. Other files are not read.
+        """Return the checkpoints whose state file can be read, oldest first. Their other files are not read.
 
-        Half-written ones of a killed run are left out, and so is anything else in the folder.
+        Unfinished checkpoints of a killed run and other files in the folder are ignored.
         """
         checkpoints = (_read_checkpoint(path, step) for step, path in checkpoint_folders(self._folder))
         return [checkpoint for checkpoint in checkpoints if checkpoint]
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest of `all`."""
+        """Return the newest checkpoint of `all`; None if there is none."""
         checkpoints = self.all()
         return checkpoints[-1] if checkpoints else None
 
     def best(self) -> Checkpoint | None:
-        """Return the one of `all` with the highest score; None where none was scored."""
+        """Return the checkpoint of `all` with the highest score; None if none has a score."""
         return next(iter(_by_score(self.all())), None)
 
     def latest_as_written(self) -> Checkpoint | None:
-        """Return the newest whose state is as it was written. Other files are not read."""
+        """Return the newest checkpoint whose state file is undamaged. Other files are not read."""
         for step, path in reversed(checkpoint_folders(self._folder)):
             checkpoint = _read_checkpoint(path, step) if is_as_written(path, _STATE) else None
             if checkpoint:
@@ -161,10 +162,10 @@ class Checkpoints:
         return None
 
     def damage_of_newest(self) -> tuple[int, str] | None:
-        """Return the step of the newest folder, and a line on its state if that is not as it was written.
+        """Return (step, damage) of the newest checkpoint folder; None if there is no folder.
 
-        A folder that a resume set aside is damaged, see `newest_folder`. Other files are not read. None for a run
-        without a folder.
+        damage: one line if the state file is damaged, or if a resume has set the folder aside as damaged; else empty.
+        Other files are not read.
         """
         newest = newest_folder(self._folder)
         if newest is None:
@@ -177,9 +178,9 @@ class Checkpoints:
         return step, "" if _read_checkpoint(path, step) else f"{path / _STATE}: not the state of step {step}"
 
     def newest_whole(self) -> Found:
-        """Read every file of the newest checkpoint, and of the next older one if any is not as it was written.
+        """Return the newest undamaged checkpoint. Verifies every file of the newest one, then of the next older one.
 
-        Raises NoWholeCheckpoint if there are checkpoints, but none whole, and EarlierVersion.
+        Raises NoWholeCheckpoint if all checkpoints are damaged, and EarlierVersion if all are of an earlier version.
         """
         self.refuse_earlier()
         damaged: dict[Path, str] = {}
@@ -217,7 +218,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(damaged, aside)
         with suppress(OSError):
-            # Checkpoints that are saved from now on are newer.
+            # The new time makes it older than all checkpoints saved from now on.
             os.utime(aside)
         return aside
 
@@ -233,20 +234,20 @@ class Checkpoints:
         for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for step, path in checkpoint_folders(self._folder, DAMAGED):
-            # The run has passed the step of the damaged checkpoint.
+            # The run has saved a checkpoint at or after the damaged one's step.
             if step <= checkpoints[-1].step:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 class CheckpointSave:
-    """A checkpoint that is being written: `finish` may run on another thread than the one that began it."""
+    """A checkpoint that is being written. `finish` may run on another thread than `begin`."""
 
     def __init__(self, checkpoints: Checkpoints, folder: Path, step: int, state: dict[str, Any]) -> None:
         self._checkpoints = checkpoints
         self._step = step
         self._folder = folder
         self._state = state
-        # JSON of the state as it was at `begin`: training goes on and changes the state.
+        # JSON of the state at the time of `begin`, because training continues and changes the state.
         self._text = ""
         self._temporary = folder / f"tmp_step_{step}"
         self._final = folder / f"step_{step}"
@@ -254,7 +255,7 @@ class CheckpointSave:
         self._abandoned = False
 
     def begin(self, begin: Callable[[Path], Write]) -> None:
-        """Make the folder, and have `begin` take what it needs of the moment."""
+        """Make the folder, and call `begin`, which copies all state that training may change afterwards."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         with self._whole_or_nothing():
             self._text = json.dumps({"step": self._step, **self._state})
@@ -262,10 +263,10 @@ class CheckpointSave:
             self._write = begin(self._temporary)
 
     def finish(self) -> Checkpoint:
-        """Fill the folder, then give it its name: it is whole or not there at all.
+        """Fill the folder, sync it, and rename it to its final name.
 
-        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing the unfinished folder;
-        earlier ones stay untouched.
+        On an error the unfinished folder is removed, and earlier checkpoints stay. Raises CheckpointError, for example
+        for a full disk, or the error of a lost worker.
         """
         with self._whole_or_nothing():
             synced_files = self._write()
@@ -284,7 +285,7 @@ class CheckpointSave:
         return Checkpoint(self._final, self._step, self._state)
 
     def abandon(self) -> None:
-        """Let `finish` neither name nor remove the folder: it may belong to a later save of the same step."""
+        """Give the save up: `finish` then neither renames nor removes the folder, which a later save may use."""
         self._abandoned = True
 
     @contextmanager
@@ -294,7 +295,7 @@ class CheckpointSave:
         except BaseException as error:
             if not self._abandoned:
                 shutil.rmtree(self._temporary, ignore_errors=True)
-            # A lost worker is no fault of the checkpoint: the run begins again from the one before.
+            # The loss of a worker is raised as it is: the run restarts from the previous checkpoint.
             if isinstance(error, Exception) and not isinstance(error, WorkerDied | WorkerTimeout | CheckpointError):
                 raise CheckpointError(f"no checkpoint of step {self._step} in {self._folder}: {error}") from error
             raise
@@ -314,41 +315,41 @@ def _read_checkpoint(path: Path, step: int) -> Checkpoint | None:
 
 
 def _by_score(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Return those with a score, the best first; the earlier among equals."""
+    """Return the checkpoints with a score, the best first; of equal scores, the earlier step first."""
     scored = [checkpoint for checkpoint in checkpoints if checkpoint.state.get("score") is not None]
     return sorted(scored, key=lambda checkpoint: (-checkpoint.state["score"], checkpoint.step))
 
 
 def _is_earlier(path: Path, step: int) -> bool:
-    """Return True for a checkpoint from before there were manifests."""
+    """Return True for a checkpoint written by an earlier version of rlctl, without a manifest."""
     checkpoint = None if (path / MANIFEST).exists() else _read_checkpoint(path, step)
     return checkpoint is not None and "made_with" not in checkpoint.state
 
 
 def _damage_line(damage: dict[Path, str]) -> str:
-    """Return the first damage, and the count of the others."""
+    """Return a line with the first damage and the number of the others."""
     path, text = next(iter(damage.items()))
     return f"{path}: {text}" + (f" (and {len(damage) - 1} more)" if len(damage) > 1 else "")
 
 
 def _remove_unless_held(checkpoint: Path) -> None:
-    """Remove a checkpoint. One that another process reads, see `hold`, is left for a later time."""
+    """Remove a checkpoint, unless another process holds it (see `hold`)."""
     with ExitStack() as stack:
         try:
             descriptor = os.open(checkpoint / _STATE, os.O_RDWR | os.O_CLOEXEC)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError):
-            # It is held, or gone already.
+            # The checkpoint is held, or gone already.
             return
         except OSError:
-            # A file that cannot be written, or a file system without locks: nothing is held.
+            # The file cannot be written, or the file system has no locks: no process can hold the checkpoint.
             pass
         _remove_checkpoint(checkpoint)
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    # Renamed first: a kill halfway through must not leave a checkpoint that looks whole.
+    # Renamed first: otherwise a kill during the removal could leave a checkpoint that looks complete.
     aside = folder.with_name(f"tmp_old_{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint or an evaluation: sizes and digests of its files in `manifest.json`; damage is found.
+"""The manifest of a checkpoint or an evaluation, `manifest.json`: sizes and digests of its files, to find damage.
 
-A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that all cores work on one large file.
+A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that all cores can hash one large file.
 """
 
 import json
@@ -14,17 +14,17 @@ from rlctl.utils.digests import PIECE, count_pieces, join_pieces, piece_digest
 from rlctl.utils.files import write_whole
 
 MANIFEST = "manifest.json"
-# More readers get no more out of a disk.
+# Most threads that read. More threads do not read faster from a disk.
 _MOST_THREADS = 16
 
 
 def write_manifest(
     folder: Path, names: Sequence[str] | None = None, written_files: Mapping[Path, tuple[int, str]] | None = None
 ) -> None:
-    """Write the manifest of these files in `folder`, of all for None.
+    """Write the manifest of files in `folder`. names: their names; None: all files.
 
-    written_files: path -> (bytes, digest) of files, by their writers; others are read. Raises OSError, also if such
-    a file has another size.
+    written_files: path -> (bytes, digest) as reported by the files' writers; these files are not read again. Raises
+    OSError, also if such a file has another size or is missing.
     """
     if names is None:
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -51,14 +51,15 @@ def write_manifest(
 
 
 def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
-    """Compare the files in `folder`, or in its folder `part` alone, with its manifest; return the damage by path."""
+    """Compare the files in `folder` with its manifest; return path -> text on the damage. part: prefix of the names to
+    compare; empty: all."""
     try:
         listed = {name: facts for name, facts in _read_manifest(folder / MANIFEST).items() if name.startswith(part)}
     except FileNotFoundError:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
     except (OSError, ValueError, RecursionError) as error:
         return {folder / MANIFEST: f"cannot be read: {error}"}
-    # Sizes first: a file that was cut is found before any file is read.
+    # Sizes are compared first, so that a cut file is found before any file is read.
     damage: dict[Path, str] = {}
     digests_as_written: dict[Path, str] = {}
     for name, facts in listed.items():
@@ -74,13 +75,13 @@ def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
             damage[path] = f"cannot be read: {digest.strerror}"
         elif digest != digest_as_written:
             damage[path] = "its bytes are not those that were written"
-    # The loader reads every shard in the folder.
+    # A shard that the manifest lacks is damage too, since the loader reads every shard in the folder.
     shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
     return damage if part else damage | dict.fromkeys(shards, "not written with this checkpoint")
 
 
 def is_as_written(folder: Path, name: str) -> bool:
-    """Return True if one file of `folder` has the bytes that its manifest lists; no other is read."""
+    """Return True if one file of `folder` has the size and digest of its manifest. No other file is read."""
     path = folder / name
     try:
         facts = _read_manifest(folder / MANIFEST)[name]
@@ -101,7 +102,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _size_damage(path: Path, facts: dict[str, Any]) -> str:
-    """Return a text on a file's size if it is not as it was written; else an empty one."""
+    """Return a text if a file's size differs from the written size; else an empty text."""
     written_size = facts["bytes"]
     try:
         size = path.stat().st_size

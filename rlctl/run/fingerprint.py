@@ -1,7 +1,7 @@
-"""The inputs that a checkpoint depends on and does not hold: model, tokenizer and data when it was made.
+"""Fingerprint of a checkpoint's inputs: the model, tokenizer and data of the run that made the checkpoint.
 
-They are in its state as `made_with`. A later config that contradicts them is refused: the weights would not fit, or the
-cursor would count other rows, so that tasks are lost or trained twice (contract 2).
+The checkpoint's state holds it as `made_with`. A later config that contradicts it is refused: the weights would not
+fit, or the cursor would count other rows, so that tasks would be lost or trained twice (contract 2).
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.settled import Settled
 
-# Keys of config.json without effect on the shape of a weight or the output of a layer.
+# Keys of config.json that affect neither the shape of a weight nor the output of a layer.
 _NOT_OF_THE_MODEL = re.compile(
     r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|use_cache|.*token_id|max_position_embeddings|"
     r".*dropout.*|initializer_.*|output_.*|return_dict.*|id2label|label2id|problem_type|quantization_config"
@@ -48,7 +48,7 @@ _DATA_KEYS = [
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A value that does not fit a checkpoint."""
+    """A config value that does not fit a checkpoint."""
 
     key: str
     old: str
@@ -60,9 +60,9 @@ class Contradiction:
 
 
 def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
-    """Describe a run's model, tokenizer and data as plain values; None for inputs that are not on this machine.
+    """Return the fingerprint of a run's model, tokenizer and data. Digests of inputs not on this machine are None.
 
-    model: a Hugging Face folder; None: not here yet.
+    model: Hugging Face folder of the model; None if it is not on this machine yet.
     """
     config = settled.config
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
@@ -70,7 +70,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     template = Path(config.data.chat_template)
     keys = {key: _config_value(config, key) for key in _DATA_KEYS + _DATASET_KEYS}
     if config.data.system_prompt is not None:
-        # It may come from the environment, whose values are never written to disk.
+        # Only a digest, since the prompt may come from an environment variable, and those are never written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
     if not config.data.shuffle:
         keys["run.seed"] = None
@@ -83,7 +83,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     return {
         "model": sizes_of(model) if model else None,
         "model_path": config.model.path,
-        # Earlier checkpoints have `weights`, a digest of both ends of the files alone.
+        # Earlier checkpoints have `weights` instead, a digest of the first and last bytes of the files.
         "frozen": _weights_digest(settled, model),
         "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
@@ -102,13 +102,13 @@ def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
         digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(row.tokens, np.int32).tobytes())
         if isinstance(row, Task) and not row.tokens:
-            # A task of an environment is its row.
+            # A task without a prompt, as of an environment, consists of its row.
             digest.update(json.dumps(row.row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
 def contradictions(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[Contradiction]:
-    """Return the values of `now` that do not fit the checkpoint of `step`. Both are results of `made_with`."""
+    """Return the values of `now` that do not fit the checkpoint of `step`. then, now: results of `made_with`."""
     return [*_models(then, now, step), *_data(then, now, step)]
 
 
@@ -142,7 +142,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
 def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
     old_path = then["data_path"]
     new_path = now["data_path"]
-    # A file may have been moved; a hub data set is known by its name alone.
+    # Files are compared by digest, since they may have been moved; a hub data set is compared by its name.
     has_digests = then["data"] and now["data"]
     is_other_data = then["data"] != now["data"] if has_digests else old_path != new_path
     if is_other_data:
@@ -160,7 +160,7 @@ def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
 
 
 def setting_text(value: Any) -> str:
-    """Return a value of a config as a person types it: null, true, false, a number or a text."""
+    """Return a config value as typed on a command line: null, true, false, a number or a text."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -174,19 +174,19 @@ def _config_value(config: RunConfig, key: str) -> Any:
 
 
 def sizes_of(folder: Path) -> dict[str, Any]:
-    """Return the shapes and arithmetic that config.json sets."""
+    """Return the settings of config.json that determine shapes and arithmetic; empty if it cannot be read."""
     with suppress(ModelError):
         return dict(_settings(read_object(folder / "config.json")))
     return {}
 
 
 def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a model by name. Those of the text model are named as in a folder without other models."""
+    """Yield (name, value) of a model's settings. The text model's settings have no prefix, as in a text-only folder."""
     for key, value in raw.items():
         if _NOT_OF_THE_MODEL.fullmatch(key) or value is None:
             continue
         if isinstance(value, Mapping):
-            # Newer folders have `rope_parameters` for older ones' `rope_scaling` and `rope_theta`.
+            # Newer folders have `rope_parameters`, older ones `rope_scaling` and `rope_theta`: name them equally.
             prefixes = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
             yield from _settings(value, prefixes.get(key, f"{within}{key}."))
         else:
@@ -199,9 +199,9 @@ def _vocabulary(folder: Path) -> str | None:
 
 
 def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
-    """Return `digest_of_weights` of the files below adapters, or of a reference policy.
+    """Return the digest of the base weights of adapters, or of the reference policy's weights.
 
-    None without either: a checkpoint holds all weights.
+    None for a run with neither, because its checkpoints hold all weights.
     """
     config = settled.config
     if config.lora is None and "reference" not in settled.frozen_roles:
@@ -212,13 +212,13 @@ def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
 
 
 def _lora(config: RunConfig) -> dict[str, Any] | None:
-    """Return the keys that adapters depend on; None where every weight is trained."""
+    """Return the config values that adapters depend on; None for a run without adapters."""
     section = config.lora
     return None if section is None else {key: getattr(section, key) for key in ("rank", "alpha", "rslora", "targets")}
 
 
 def _digest_files(dataset: str | Sequence[str] | None) -> str | None:
-    """Return the digest of the files of a data set, in their order; None for one that is not of files."""
+    """Return the digest of a data set's files, in their order; None for a data set that does not consist of files."""
     files = [Path(file) for file in files_of(dataset or [])]
     if not files or not all(file.is_file() for file in files):
         return None

@@ -1,6 +1,6 @@
-"""Bounds on a run's health: a step's metrics in, warnings out. Pure; the loop reports them and may stop.
+"""Checks of a run's health: they take a step's metrics and return warnings. The loop reports these and may stop.
 
-A check warns once, and again only after a step in which its metric was measured within the bound.
+A check warns once, and again only after a step in which its metric was measured within the bound. No input or output.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.telemetry.metrics import LEARNING, WITH_SAMPLES, Metric, PanelRow, ReportChart, rows_where
 from rlctl.training.metric_rows import GRAD_NORM
 
-# A table: each row fills its lines.
+# Formatting is off: this is a table.
 # fmt: off
 SKIPPED_UPDATES = Metric("train/skipped_updates",
     "updates without an optimizer step: no token to train on, or a gradient of exactly 0")
@@ -28,17 +28,17 @@ METRICS = (
 # fmt: on
 
 Metrics = Mapping[str, float]
-# (metric's value, its bound, the warning's words), or None within the bound.
+# (value compared with the bound, bound, text of the warning); None if the value is within the bound.
 Finding = tuple[float, float, str] | None
 
 
 class HealthStop(RuntimeError):
-    """A run that must not continue. It leaves a checkpoint of the last whole step."""
+    """The run must not continue. A checkpoint of the last complete step was saved."""
 
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """A bound that was left."""
+    """Warning that a metric has left its bound."""
 
     # Name of the check.
     check: str
@@ -46,7 +46,7 @@ class HealthWarning:
     value: float
     bound: float
     text: str
-    # The run stops, also without `health.stop`.
+    # True if the run stops.
     fatal: bool
 
 
@@ -54,18 +54,19 @@ class HealthWarning:
 class HealthCheck(ABC):
     """One bound on a metric."""
 
-    # For warnings and the summary.
+    # Name of the check in warnings and the summary.
     name: str
+    # Name of the metric.
     metric: str
     bound: float
-    # The warning's words, with {value}, {bound} and further fields of the check.
+    # Text of the warning, with {value}, {bound} and further fields that a subclass names.
     message: str
-    # Leaving the bound stops the run, also without `health.stop`.
+    # True if leaving the bound stops the run even without `health.stop`.
     fatal: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def find(self, metrics: Metrics) -> Finding:
-        """Return the finding of one step; called in the order of steps, if the metric was measured."""
+        """Return the finding of one step. Called in the order of steps, only if the metric was measured."""
 
     @abstractmethod
     def state_dict(self) -> Any:
@@ -78,9 +79,9 @@ class HealthCheck(ABC):
 
 @dataclass
 class Ceiling(HealthCheck):
-    """A metric that stays at or below `bound`; it may exceed it in fewer than `patience` measured steps in a row.
+    """Finds a metric that was above `bound` in at least `patience` consecutive measured steps.
 
-    `message` may also have {steps}. A NaN is above every bound.
+    `message` may also have {steps}. NaN counts as above every bound.
     """
 
     patience: int = 1
@@ -97,13 +98,13 @@ class Ceiling(HealthCheck):
         return self.above
 
     def load_state_dict(self, state: Any) -> None:
-        # A cause that was not mended stops the run again after as many steps.
+        # A resumed run may try again: it stops only after `patience` further steps above the bound.
         self.above = 0 if self.fatal and state >= self.patience else state
 
 
 @dataclass
 class ShareCeiling(Ceiling):
-    """The share that `metric` has of another metric, at most `bound`."""
+    """Finds a share above `bound`: the value of `metric` divided by the value of `total`."""
 
     # Name of the other metric.
     total: str = field(kw_only=True)
@@ -114,9 +115,9 @@ class ShareCeiling(Ceiling):
 
 @dataclass
 class Jump(HealthCheck):
-    """A metric that stays within `bound` times its median over the last `window` values, once half the window is there.
+    """Finds a metric above `bound` times its median over the last `window` values, once half the window is filled.
 
-    A value of 0 is not counted: nothing was learnt in such a step. `message` may also have {ratio} and {window}.
+    A value of 0 is ignored, because nothing was learnt in such a step. `message` may also have {ratio} and {window}.
     """
 
     window: int = field(kw_only=True)
@@ -144,9 +145,10 @@ class Jump(HealthCheck):
 
 @dataclass
 class Decline(HealthCheck):
-    """A metric that gets worse than its first value by at most `bound`. `message` may also have {start} and {lost}."""
+    """Finds a metric that is worse than its first value by more than `bound`. `message` may also have {start} and
+    {lost}."""
 
-    # 1 if small is good, else -1.
+    # 1 if smaller values are better, -1 if larger values are better.
     worse: int = field(kw_only=True)
     start: float | None = None
 
@@ -154,7 +156,7 @@ class Decline(HealthCheck):
         value = metrics[self.metric]
         self.start = value if self.start is None else self.start
         lost = self.worse * (value - self.start)
-        # Shares of few prompts are coarse: a loss that equals the bound up to rounding is within it.
+        # The tolerance lets a loss that equals the bound up to rounding pass: shares of few prompts are coarse.
         if lost <= self.bound + 1e-9:
             return None
         return lost, self.bound, self.message.format(value=value, start=self.start, lost=lost, bound=self.bound)
@@ -167,16 +169,16 @@ class Decline(HealthCheck):
 
 
 class Health:
-    """The checks of one run. stop: every warning stops the run."""
+    """The checks of one run. stop: True if every warning stops the run."""
 
     def __init__(self, checks: Sequence[HealthCheck], *, stop: bool) -> None:
         self._checks = checks
         self._stop = stop
-        # Names of checks: the last value of each was out of its bound.
+        # Names of the checks whose last value was out of bounds.
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
-        """Check a step's metrics; return a warning for each bound left in this step."""
+        """Check a step's metrics; return a warning for each bound that is left since this step."""
         warnings = []
         for check in self._checks:
             if check.metric not in metrics:
@@ -198,8 +200,8 @@ class Health:
         return {"ill": sorted(self._ill), **{check.name: check.state_dict() for check in self._checks}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned; checks that it does not know start empty."""
-        # A cause that was not mended stops the run again.
+        """Restore the state that `state_dict` returned. Checks without a saved state start empty."""
+        # Forget that a fatal check was out of bounds: the check can then stop the resumed run again.
         fatal = {check.name for check in self._checks if check.fatal or self._stop}
         self._ill = set(state.get("ill", ())) - fatal
         for check in self._checks:
@@ -208,7 +210,7 @@ class Health:
 
 
 def gradient_jump(ratio: float, window: int) -> Jump:
-    """Return the gradient's check, which every kind of training has."""
+    """Return the check of the gradient norm, for every kind of training. ratio, window: see `Jump`."""
     return Jump(
         "grad_norm",
         GRAD_NORM.name,
@@ -220,7 +222,7 @@ def gradient_jump(ratio: float, window: int) -> Jump:
 
 
 def failed_validation(bound: float) -> ShareCeiling:
-    """Return the check of a validation's rewards. bound: share of the held-out answers that may have no score."""
+    """Return the check of a validation's rewards. bound: largest share of held-out answers without a score."""
     return ShareCeiling(
         "failed_validation",
         UNSCORED_ANSWERS.name,

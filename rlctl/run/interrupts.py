@@ -1,8 +1,8 @@
-"""Ctrl-C, the SIGTERM of `rlctl runs stop` and of schedulers, and the SIGHUP of a closed terminal.
+"""Handling of signals: Ctrl-C, SIGTERM (from `rlctl runs stop` and schedulers), SIGHUP (from a closed terminal).
 
-The first asks the run to end after its step, the second ends it at once. Before the first step there is nothing to
-save: the first signal ends the start. A cluster command has no step: the first signal stops it, and no signal
-interrupts its clearing up. A SIGHUP that is ignored, as below `nohup`, stays ignored.
+The first signal asks the run to end after its step; the second signal ends the run at once. Before the first step there
+is nothing to save, so the first signal ends the start. A cluster command has no steps: the first signal stops it, and
+no signal interrupts its cleanup. A SIGHUP that is ignored, as under `nohup`, stays ignored.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 
 from rlctl.config.errors import UserError
 
-# Signal -> the signal in words, and the status of a run that it ends.
+# Signal -> (text that names the signal, status of a run ended by the signal).
 _MEANINGS = {
     signal.SIGINT: ("Ctrl-C", "interrupted"),
     signal.SIGTERM: ("asked to stop", "stopped"),
@@ -26,14 +26,15 @@ _MEANINGS = {
 
 
 class Interrupts:
-    """Handlers of the signals: the first sets `is_requested`, the second ends the process with exit code 130.
+    """Signal handlers: the first signal sets `is_requested`, the second ends the process with exit code 130.
 
-    A SIGHUP is never the second: the kernel and the shell each send one when a terminal closes.
-    last_words: called by the second before the process ends, on the main thread, which may hold any lock.
+    A SIGHUP does not count as the second signal: kernel and shell both send one when a terminal closes. notify: called
+    after the first signal, on a separate thread. last_words: called after the second signal, before the process ends,
+    on the main thread, which may hold any lock.
     """
 
     def __init__(self, notify: Callable[[], None], last_words: Callable[[], None] = lambda: None) -> None:
-        # True once the run is to end.
+        # True after the first signal: the run must end after its step.
         self.is_requested = False
         self.by, self.status = _MEANINGS[signal.SIGINT]
         self._notify = notify
@@ -50,7 +51,8 @@ class Interrupts:
 
     @contextmanager
     def ends_block(self) -> Iterator[None]:
-        """Have the first signal raise KeyboardInterrupt in the block, on the main thread: there is nothing to save."""
+        """Within the block, have the first signal raise KeyboardInterrupt on the main thread. For code before the first
+        step, when there is nothing to save."""
         self._at_once = True
         try:
             if self.is_requested:
@@ -69,22 +71,22 @@ class Interrupts:
                 os._exit(130)
         self.by, self.status = _MEANINGS[signal.Signals(number)]
         self.is_requested = True
-        # On a separate thread: the interrupted main thread may hold a lock that this waits for.
+        # On a separate thread, because `notify` may need a lock that the interrupted main thread holds.
         threading.Thread(target=self._notify, name="interrupted").start()
         if self._at_once:
-            # Raised once: the code that follows ends the parts of the run.
+            # Raised only once: the following cleanup must not be interrupted.
             self._at_once = False
             raise KeyboardInterrupt
 
 
 class NotStopped(UserError):
-    """A driver that was not told to stop. The message is one line with the remedy."""
+    """The driver of a run could not be asked to stop. The message is one line with the remedy."""
 
 
 def stop_driver(run: str, start: Mapping[str, Any]) -> None:
     """Ask a driver on this machine to stop. start: the run's event `run_started`.
 
-    Raises NotStopped for a driver of another machine, one that the event does not name, and one that cannot be told.
+    Raises NotStopped if the driver runs on another machine, if the event does not name it, or if signalling it fails.
     """
     if start.get("host") != socket.gethostname():
         where = start.get("host") or "no machine that is known"
@@ -108,7 +110,8 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Ignore signals while the block clears up: it takes seconds, and nobody else would stop the rest."""
+    """Ignore signals within the block, for a cleanup: it takes seconds, and nothing else would stop the remaining
+    parts."""
     with _handle_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         try:
             yield
@@ -126,7 +129,7 @@ def _handle_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 
 def _set_handlers(handler: Any, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
-    """Set the handler of the signals, and return the handlers before. A SIGHUP that is ignored is left out."""
+    """Set the handler of the signals; return the previous handlers. Leave out a SIGHUP that is ignored."""
     handlers_before = {}
     for number in numbers:
         is_ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

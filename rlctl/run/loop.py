@@ -1,4 +1,4 @@
-"""The part of a loop that every algorithm has: validation, checkpoints, health, and a checkpoint at Ctrl-C."""
+"""Base class of the training loops: validation, checkpoints, health checks, and a checkpoint after Ctrl-C."""
 
 import gc
 from abc import ABC, abstractmethod
@@ -12,12 +12,12 @@ from rlctl.run.health import SKIPPED_UPDATES, Health, HealthStop
 from rlctl.run.recorder import RunRecorder, WriteTrainer
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
-# Time that a checkpoint has to end after an error of the run.
+# Seconds that an unfinished checkpoint may take after an error of the run.
 _PATIENCE_S = 60.0
 
 
 class Loop(ABC):
-    """Runner of steps until `num_steps`, or until `stop()` is true between two steps."""
+    """Runs steps until `num_steps` are done, or until `stop()` returns True between two steps."""
 
     def __init__(
         self,
@@ -34,19 +34,19 @@ class Loop(ABC):
         self._write = write
         self._stop = stop
         self._health = health
-        # Name of a health check -> words added to its warning, in the step just done.
+        # Name of a health check -> text added to its warning in the last step.
         self._details: dict[str, str] = {}
-        # Steps done, which is the weight version.
+        # Number of steps done, which is the weight version.
         self.done = 0
         self._warned_of_skipped = set[str]()
 
     def run(self, start: int) -> None:
-        """Run from the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
+        """Run the steps after `start`. Validate and save as the config says; save also when the run is stopped.
 
-        Raises HealthStop, with a checkpoint saved. Returns when the last checkpoint is whole.
+        Returns when the last checkpoint is complete. Raises HealthStop after saving a checkpoint.
         """
-        # Full collections of garbage pass over the objects of the imports from now on. With 8,192 rollouts in flight
-        # one takes 0.04 s of CPU, not 0.18 s.
+        # Exclude the objects of imported modules from garbage collection. With 8,192 rollouts in flight a full
+        # collection then takes 0.04 s of CPU instead of 0.18 s.
         gc.freeze()
         try:
             self._run_steps(start)
@@ -72,7 +72,7 @@ class Loop(ABC):
             self._judge(start)
             if self._recorder.checkpoint_due(self.done, self._last()):
                 self.save()
-        # A stop may have come after the checkpoint was found not to be due.
+        # `stop` may have become true after `checkpoint_due` was asked.
         if start < self.done < self._num_steps and self._recorder.saved != self.done:
             self.save()
 
@@ -81,9 +81,9 @@ class Loop(ABC):
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
     def _count_skipped_updates(self, step: int, skipped: Sequence[str]) -> dict[str, float]:
-        """Count a step's updates without an optimizer step, as a metric; warn of the run's first of each cause.
+        """Return the metric that counts a step's updates without an optimizer step; warn once about each cause.
 
-        skipped: the cause of each, empty for an update that was made.
+        skipped: for each update of the step, the cause why it made no optimizer step; empty if it made one.
         """
         for cause in dict.fromkeys(skipped):
             if cause and cause not in self._warned_of_skipped:
@@ -93,7 +93,7 @@ class Loop(ABC):
         return {SKIPPED_UPDATES.name: float(sum(map(bool, skipped)))}
 
     def _judge(self, start: int) -> None:
-        """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""
+        """Warn about each bound that the last step has left. If a warning is fatal, save and raise HealthStop."""
         warnings = self._health.look(self.done, self._recorder.measured)
         fatal_texts = []
         for warning in warnings:
@@ -112,7 +112,7 @@ class Loop(ABC):
             raise self._save_before_stop(fatal_texts[0], start)
 
     def _save_before_stop(self, reason: str, start: int) -> HealthStop:
-        """Save the last whole step, and return the error that ends an unhealthy run."""
+        """Save a checkpoint of the last complete step; return the error that ends an unhealthy run."""
         try:
             if start < self.done and self._recorder.saved != self.done:
                 self.save()
@@ -123,7 +123,7 @@ class Loop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Do one step, record it, and increase `done` by one."""
+        """Do one step, record it, and increase `done` by 1."""
 
     @abstractmethod
     def validate(self) -> None:
@@ -131,14 +131,15 @@ class Loop(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the threads that work while steps run."""
+        """End the background threads of the loop."""
 
     def save(self) -> None:
-        """Save a checkpoint of the step just done."""
+        """Save a checkpoint of the last step."""
         self.save_with({})
 
     def save_with(self, more_state: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
-        """Save a checkpoint with more state, and with the files that `write` puts into its folder."""
+        """Save a checkpoint of the last step. more_state: added to its state. write: writes further files into its
+        folder."""
         state = {
             "version": self.done,
             "cursor": self._cursor.state_dict(),

@@ -1,7 +1,7 @@
-"""The records of a loop in the run directory: steps, validations, rollouts, checkpoints.
+"""Writes the records of a loop to the run directory: steps, validations, rollouts, checkpoints.
 
-Order at the end of a step: its record, then validation, then the checkpoint, which may be written while further steps
-train. So a kill cuts off only steps after the newest checkpoint that is whole. A resume drops and repeats them.
+At the end of a step come its record, then the validation, then the checkpoint, which may be written while further steps
+train. So a kill loses only steps after the newest complete checkpoint. A resume drops their records and repeats them.
 """
 
 import threading
@@ -25,38 +25,39 @@ from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
 
 class BegunSave(Protocol):
-    """The trainer's part of a checkpoint, begun."""
+    """The trainer's part of a checkpoint that is being written."""
 
     @property
     def wait_cause(self) -> str:
-        """Reason why no step may train before it is written; empty if one may."""
+        """Reason why steps must wait until it is written; empty if they may train meanwhile."""
 
     def finish(self) -> Known:
-        """Wait until all of it is on the disk."""
+        """Wait until all files are synced to disk; return their sizes and digests."""
 
 
-# (the trainer's folder, that of the export if asked for, the export's dtype, if steps train meanwhile)
+# Begins to write the trainer's part. Arguments: the trainer's folder; the export's folder or None; the export's dtype;
+# True if steps may train meanwhile.
 WriteTrainer = Callable[[Path, Path | None, str | None, bool], BegunSave]
-# (number of groups, from the first on; if with their exact tokens) -> their records
+# Returns the records of the first groups. Arguments: number of groups; True to include their exact tokens.
 MakeRecords = Callable[[int, bool], list[Record]]
 
 
 @dataclass
 class _Saving:
-    """A save that goes on, on a thread."""
+    """A checkpoint that a thread is writing."""
 
     step: int
     begin: float
     save: CheckpointSave
     done: threading.Event = field(default_factory=threading.Event)
-    # Seconds from begin to end, and seconds without training; None: equally many.
+    # Seconds from begin to end; seconds in which training waited, None if it waited all the time.
     seconds: float = 0.0
     stopped: float | None = None
     checkpoint: Checkpoint | None = None
     error: BaseException | None = None
 
     def run(self, events: EventLog) -> None:
-        """Finish the save, and emit its end."""
+        """Finish the save and emit the event `checkpoint`. Keep the checkpoint, or the error of saving."""
         try:
             checkpoint = self.save.finish()
             self.seconds = time.perf_counter() - self.begin
@@ -70,53 +71,55 @@ class _Saving:
 
 
 class RunRecorder:
-    """Writer of one run's files."""
+    """Writes the records and checkpoints of one run."""
 
     def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
         self._metric_rows = run_dir.metric_rows
         self._declared = installed_rows()
-        # Names of metrics that were looked up.
+        # Names of metrics that were looked up in `_declared` already.
         self._recorded = set[str]()
         telemetry = config.telemetry
         self.metrics = metrics
         self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
         self._checkpoint = config.checkpoint
         self._validation = config.validation
-        # Number of groups to record.
+        # Purpose -> number of groups to record.
         self._group_counts = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
         self._record_tokens = telemetry.record_tokens
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        # Metrics of the step just done: a checkpoint is ranked by metrics of the saved weights alone.
+        # Metrics of the last step and its validation. Only these rank its checkpoint, since they measure its weights.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
         self._saving: _Saving | None = None
         self._warned_of_copies = False
-        # The inputs that checkpoints depend on, see fingerprint.py.
+        # Fingerprint of the run's inputs, see fingerprint.py.
         self.made_with: dict[str, Any] = {}
-        # Dtype of exported Hugging Face folders, and the tokens at which their answers end.
+        # dtype of exported Hugging Face folders, and the tokens that end an answer there.
         self.export_dtype: str | None = None
         self.end_tokens: tuple[int, ...] = ()
 
     def validation_due(self, step: int, last: bool) -> bool:
-        """Return True every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
+        """Return True if a validation is due after `step`: every `validation.every` steps, after the last step, and
+        before the first one (step 0) if `validation.at_start`."""
         every = self._validation.every
         if step == 0:
             return every > 0 and self._validation.at_start
         return every > 0 and (last or step % every == 0)
 
     def checkpoint_due(self, step: int, last: bool) -> bool:
-        """Return True every `checkpoint.every` steps, and after the last if `checkpoint.at_end`."""
+        """Return True if a checkpoint is due after `step`: every `checkpoint.every` steps, and after the last step if
+        `checkpoint.at_end`."""
         every = self._checkpoint.every
         return (last and self._checkpoint.at_end) or (every > 0 and step % every == 0)
 
     def declare(self, rows: Iterable[Metric]) -> None:
-        """Add metrics that a user's part declares, and write the rows of the run's directory again."""
+        """Add metrics that a user's environment, reward or loss declares, and rewrite the run's file of metric rows."""
         self._declared = MetricTable([*self._declared.rows, *rows])
         write_rows(self._metric_rows, self._declared.rows)
 
     def _tell_undeclared(self, metrics: Mapping[str, float]) -> None:
-        """Warn once of each metric without a row."""
+        """Warn once about each metric that is not declared."""
         for name in metrics.keys() - self._recorded:
             self._recorded.add(name)
             if self._declared.find(name) is None:
@@ -134,7 +137,7 @@ class RunRecorder:
         self._rollouts.outcomes(step, outcomes)
 
     def groups(self, step: int, purpose: GroupPurpose, records: MakeRecords) -> None:
-        """Write some groups of a step or a validation, whole. Trackers get them without their exact tokens."""
+        """Write some groups of a step or a validation to the rollouts file. Trackers get them without exact tokens."""
         if count := self._group_counts[purpose]:
             groups = records(count, self._record_tokens)
             self._rollouts.groups(step, purpose, groups)
@@ -142,7 +145,7 @@ class RunRecorder:
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:
-        """Write the record of one validation, which the block fills; its seconds are added."""
+        """Yield a dict for the block to fill with a validation's metrics; add its seconds, and write the record."""
         self.events.emit("validation_started", step=step)
         begin = time.perf_counter()
         metrics: dict[str, float] = {}
@@ -155,10 +158,11 @@ class RunRecorder:
     def save(
         self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
     ) -> None:
-        """Save a checkpoint: `write` begins the trainer's part, `write_own` writes the loop's.
+        """Save a checkpoint, after waiting for the previous save. write: begins the trainer's part. write_own: writes
+        the loop's part.
 
-        With `checkpoint.beside_training` training goes on once the trainer's state is copied, and `finish_save` tells
-        the end. Waits for the save before.
+        With `checkpoint.beside_training` this returns once the trainer's state is copied, and training continues:
+        `finish_save` returns the finished checkpoint.
         """
         self.finish_save()
         begin = time.perf_counter()
@@ -196,9 +200,10 @@ class RunRecorder:
             self.finish_save()
 
     def finish_save(self, *, wait: bool = True) -> Checkpoint | None:
-        """Wait for the save that goes on, and return its checkpoint, None if there was none.
+        """Wait for the save in progress, and return its checkpoint; None if no save is in progress.
 
-        wait: False returns None at once while it goes on. Raises the save's error, once, see `CheckpointSave.finish`.
+        wait: if False, do not wait, and return None if the save has not ended. Raises the save's error once, see
+        `CheckpointSave.finish`.
         """
         saving = self._saving
         if saving is None or not (wait or saving.done.is_set()):
@@ -214,7 +219,8 @@ class RunRecorder:
         return saving.checkpoint
 
     def leave_save(self, wait_s: float) -> None:
-        """Give a save at most this long to end, after an error of the run that counts more. Warn if it fails too."""
+        """Wait at most `wait_s` seconds for the save in progress, after an error of the run. Only warn if it fails, so
+        that the caller raises the run's error."""
         saving = self._saving
         self._saving = None
         if saving is None:
@@ -227,7 +233,7 @@ class RunRecorder:
 
     @property
     def newest(self) -> str:
-        """Name of the newest checkpoint, in words."""
+        """Text that names the step of the newest checkpoint, for messages."""
         checkpoint = self.checkpoints.latest()
         return f"the last checkpoint is of step {checkpoint.step}" if checkpoint else "there is no checkpoint"
 

@@ -1,7 +1,7 @@
-"""The run directory: the place of each file of a run, and the lock on its name.
+"""The run directory: the paths of a run's files, and the lock that keeps other drivers out.
 
 `runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, metric_rows.json, rollouts.jsonl, checkpoints/, logs/attempt_N/}`.
-The start and each resume have separate logs; `logs/latest` points to the newest.
+The start of a run and each resume are attempts with separate logs. `logs/latest` points to the newest attempt's.
 """
 
 import fcntl
@@ -22,13 +22,14 @@ from rlctl.telemetry.metrics import METRIC_ROWS
 from rlctl.utils.files import sync, write_whole
 
 _CLAIM_POLL_S = 0.1
-# A run from a checkpoint has that run's name in its own: a chain of such names must not exceed a folder's name.
+# Most characters of a model's name in a run's name. A run from a checkpoint contains the earlier run's name, so names
+# would otherwise grow beyond the length allowed for a folder.
 _LONGEST_MODEL = 80
 _CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
 
 class RunDirError(UserError):
-    """A run directory that cannot be used as asked. The message is one line with the remedy."""
+    """A run directory cannot be used as asked. The message is one line with the remedy."""
 
 
 class RunDir:
@@ -42,7 +43,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.rollouts = path / "rollouts.jsonl"
         self.metric_rows = path / METRIC_ROWS
-        # Logs of the newest attempt, one file a process.
+        # Folder of the newest attempt's logs, with one file for each process.
         self.logs = path / "logs" / "latest"
 
     @classmethod
@@ -87,7 +88,7 @@ class RunDir:
         return max((int(name[1]) for name in names if name), default=0)
 
     def recorded_config(self) -> dict[str, Any]:
-        """Return the config that the run was started with. Raises RunDirError for a damaged one."""
+        """Return the config with which the run was started. Raises RunDirError if its file is damaged."""
         damage = "no config of a run"
         try:
             config = yaml.safe_load(self.config.read_text(encoding="utf-8"))
@@ -102,7 +103,7 @@ class RunDir:
         raise RunDirError(f"{self.config}: damaged, {damage}; rename it to use the run's weights without it")
 
     def claim(self, wait_s: float = 0.0) -> int:
-        """Lock the run for this process, until it closes the returned descriptor or ends.
+        """Lock the run for this process. The lock ends when the returned descriptor is closed or the process ends.
 
         Raises RunDirError if another process still holds the lock after `wait_s` seconds.
         """
@@ -130,10 +131,10 @@ class RunDir:
         return number
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop the records of steps after `step` from metrics.jsonl and rollouts.jsonl: they will be repeated.
+        """Drop the records of steps after `step` from metrics.jsonl and rollouts.jsonl, because a resume repeats them.
 
-        -1 drops all, also those of step 0.
-        Atomic: a kill at any instant leaves the old file or the new one.
+        step: -1 drops all records, also those of step 0. Each file is replaced atomically: a kill leaves the old file
+        or the new one.
         """
         for path in (self.metrics, self.rollouts):
             if path.exists():
@@ -144,22 +145,22 @@ class RunDir:
 class JobRecord:
     """The job that drives a run on a cluster."""
 
-    # The cluster's name on this machine.
+    # Name by which this machine knows the cluster.
     cluster: str
-    # Ray's submission id.
+    # Ray's submission id of the job.
     job: str
-    # Working directory of the driver, on the head.
+    # Working directory of the driver on the cluster's head node.
     work: str
     # Number of times that the run was submitted.
     attempt: int = 1
-    # Path of the run directory on the head, if this one is a copy.
+    # Path of the run directory on the head node, if this directory is a copy.
     remote: str | None = None
-    # Path by which the submitter knows the run; None: its own.
+    # Path by which the submitter's machine knows the run; None: this directory's path.
     called: str | None = None
 
     @classmethod
     def read(cls, run: Path) -> "JobRecord | None":
-        """Return the record of a run; None for a run without a job. Raises RunDirError for a damaged one."""
+        """Return the record in the run directory `run`; None if there is none. Raises RunDirError if it is damaged."""
         path = run / "job.json"
         try:
             record = cls(**json.loads(path.read_text(encoding="utf-8")))
@@ -177,12 +178,12 @@ class JobRecord:
         return record
 
     def write(self, run: Path) -> None:
-        """Write the record, whole or not at all."""
+        """Write the record into the run directory `run`, atomically."""
         write_whole(run / "job.json", json.dumps(asdict(self)))
 
 
 def find_run(text: str, root: Path) -> Path:
-    """Return the directory of the run that `text` names, below `root` or by its path. Raises RunDirError."""
+    """Return a run's directory. text: the run's name below `root`, or a path. Raises RunDirError if there is none."""
     for path in (root / text, Path(text)):
         if is_run(path):
             return path
@@ -200,9 +201,9 @@ def model_name(path: str) -> str:
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:
-    """KIND--MODEL--N with the smallest N above those in use, for example grpo--qwen3-0.6b--3.
+    """Return a run's name KIND--MODEL--N, where N is 1 more than the largest in use, such as grpo--qwen3-0.6b--3.
 
-    A checkpoint's folder is named by its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
+    MODEL of a checkpoint is its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
     """
     short = re.sub(r"[^\w.]+", "-", model_name(model).lower())[-_LONGEST_MODEL:].strip("-.") or "model"
     prefix = f"{kind}--{short}--"

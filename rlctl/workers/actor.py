@@ -1,8 +1,8 @@
 """The one actor class: hosts a plain worker object in a separate process.
 
-Worker methods run on threads of the host. A trainer has one thread, so thread-locals such as the grad mode and the CUDA
-device agree in every call. Errors travel as values with the worker's name and traceback, so that a raised exception
-never looks like a dead process. Each process has its own log file for output.
+Worker methods run on threads of the actor. A trainer has one thread, so thread-locals such as the grad mode and the
+CUDA device are the same in every call. Errors are returned as values with the worker's name and traceback, so that an
+exception never looks like a dead process. The output of each process goes to a separate log file.
 """
 
 import contextlib
@@ -45,44 +45,45 @@ class WorkerActor:
         self._graph_calls = 0
 
     def build(self) -> Answer:
-        """Build the worker; a separate call, so that many workers start at the same time."""
+        """Build the worker. This is a separate call, so that many workers start at the same time."""
         with fewer_collections():
             return self._run_on_thread(lambda: setattr(self, "_worker", self._make()))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
-        """Run one method of the worker; do nothing for `graph.idle`."""
+        """Run one method of the worker. For the method `idle` of compiled_graph.py, do nothing."""
         if method == idle.__name__:
             return self._run_on_thread(lambda: None)
         return self._run_on_thread(lambda: getattr(self._worker, method)(*fetch_values(args), **kwargs))
 
     def graph_call(self, message: Any, rank: int) -> Any:
-        """Run `call` on a message that all ranks share; message and answer are as `pack_value` makes them."""
+        """Run `call` with this rank's arguments from a message to all ranks. Message and answer are packed by
+        `pack_value`."""
         self._graph_calls += 1
         method, args, kwargs = take_arguments(message, rank)
         return pack_value(self.call(method, args, kwargs))
 
     def graph_calls(self) -> int:
-        """Return the number of calls that came through a graph."""
+        """Return the number of calls that came through a compiled graph."""
         return self._graph_calls
 
     def read_patiently(self) -> bool:
-        """Call `graph.read_patiently` in this process."""
+        """Call `read_patiently` of compiled_graph.py in this process."""
         return read_patiently()
 
     def call_at_once(self, method: str, args: tuple[Any, ...]) -> None:
-        """Run a short method at once, while another may be running: the method must be made for that."""
+        """Run a short method at once, also while another method runs. The method must be thread-safe."""
         getattr(self._worker, method)(*args)
 
     def ask(self, method: str, wait_s: float) -> Answer:
-        """Run a method that returns within `wait_s` seconds, on this thread: the method must be made for that."""
+        """Run a method that returns within `wait_s` seconds, also while another method runs. It must be thread-safe."""
         return self._run_work(lambda: getattr(self._worker, method)(wait_s))
 
     def pid(self) -> Answer:
-        """Return the process id, at once, also while a method runs."""
+        """Return the process id at once, also while a method runs."""
         return None, os.getpid()
 
     def free_port(self, address: str) -> Answer:
-        """Return a free port of an address of this node, at once, as `pid` does."""
+        """Return a free port of an address of this node at once, also while a method runs."""
         return None, free_port(address)
 
     def _run_on_thread(self, work: Callable[[], Any]) -> Answer:
@@ -93,17 +94,17 @@ class WorkerActor:
         try:
             return None, work()
         except BaseException as error:
-            # A worker that calls sys.exit must not end its thread and leave a caller waiting.
-            with contextlib.suppress(Exception):  # the log may be on the disk that is full
+            # SystemExit is caught too: if it ended the thread, the caller would wait without an answer.
+            with contextlib.suppress(Exception):  # the disk of the log may be full
                 traceback.print_exc()
             trace = format_trace(error, error.__traceback__)
             return Failure(self._name, type(error).__name__, message_of(error), trace), None
 
 
 def _one_thread(name: str) -> Run:
-    """Return a function that runs work in turn on a new thread.
+    """Return a function that runs work on a new thread, one piece after the other.
 
-    The work is handed over in 16 us, where an executor of one thread takes 26.
+    Passing the work to the thread takes 16 us; with a ThreadPoolExecutor of one thread it takes 26 us.
     """
     jobs: queue.SimpleQueue[tuple[Callable[[], Answer], queue.SimpleQueue[Answer]]] = queue.SimpleQueue()
 
@@ -131,12 +132,12 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # `kill -USR1 PID` writes every thread's stack into the log: for a process that seems to hang. A running process may
-    # crash, since CPython then reads frames while they change.
+    # `kill -USR1 PID` writes every thread's stack into the log, to examine a process that seems to hang. A process that
+    # does not hang may crash, because CPython reads frames while they change.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Ray replaces the streams of its workers: bring Python's back to the two descriptors.
+    # Ray replaces sys.stdout and sys.stderr in its workers: connect them to descriptors 1 and 2 again.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

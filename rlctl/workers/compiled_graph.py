@@ -1,8 +1,8 @@
-"""Calls to a group of workers through a Ray Compiled Graph: the only place that knows Ray's `dag`.
+"""Calls to a group of workers through a Ray Compiled Graph. Only this module uses `ray.dag`.
 
-Every rank reads the same message from shared memory, takes its arguments and answers through its own channel. So one
-call costs the driver one write for any number of ranks. Upstream keeps compiled graphs in maintenance (ray PR 61747):
-nothing depends on them, and `GraphUnavailable` says why there is none.
+Every rank reads the same message from shared memory, takes its arguments, and answers through a separate channel. So
+one call costs the driver one write for any number of ranks. Ray only maintains compiled graphs (ray PR 61747), so
+rlctl does not depend on them: after `GraphUnavailable`, which says why there is no graph, ordinary calls are used.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from ray.exceptions import RayActorError, RayChannelError, RayChannelTimeoutErro
 
 from rlctl.workers.errors import Failure
 
-# The first tested release of Ray, and the first that is not allowed.
+# First allowed release of Ray, and first release that is no longer allowed.
 TESTED = ((2, 60), (2, 61))
-# The first execution proves the graph: an actor that never reads compiles all the same.
+# Deadline of the first call, which proves that the graph works: compiling succeeds even if an actor never reads.
 _PROOF_S = 120.0
 _SUBMIT_S = 60
-# A value with at most this much of arrays travels as plain bytes: a call to two workers takes 0.49 instead of 0.71 ms
-# with 1 KB, 0.56 instead of 0.62 with 256 KB, but 2.9 instead of 0.9 with 1 MB.
+# A value whose arrays have at most this many bytes travels as plain bytes. A call to two workers then takes 0.49 ms
+# instead of 0.71 with 1 KB and 0.56 instead of 0.62 with 256 KB, but 2.9 instead of 0.9 with 1 MB.
 _SMALL_BYTES = 256 << 10
-# Readers spin this long, then sleep between looks.
+# Readers poll without sleeping for this long, then sleep between two polls.
 _SPIN_S = 1e-3
-# A sleep lasts this share of the time waited, within these limits: a reader is late by this share at most.
+# A sleep lasts this share of the time waited, within these limits. So a reader is late by at most this share.
 _SLEEP_SHARE = 0.02
 _SHORTEST_SLEEP_S = 20e-6
 _LONGEST_SLEEP_S = 5e-3
@@ -42,24 +42,24 @@ Answer = tuple[Failure | None, Any]
 
 
 class GraphUnavailable(RuntimeError):
-    """No graph can be made; ordinary calls do the same."""
+    """No graph can be made. Ordinary calls do the same."""
 
 
 class GraphBroken(RuntimeError):
-    """The graph's position is not known any more, for example after a call that was given up."""
+    """The state of the graph is unknown, for example after a call that was given up."""
 
 
 class Graph:
-    """One live graph over all actors, for use by one thread."""
+    """One compiled graph over all actors. Only one thread may use it."""
 
     def __init__(self, actors: Sequence[Any], buffer_bytes: int) -> None:
-        """Compile and try the graph. Raises GraphUnavailable.
+        """Compile the graph and make a first call. Raises GraphUnavailable.
 
-        actors: handles of `WorkerActor`. buffer_bytes: size of a channel, which grows by itself.
+        actors: handles of `WorkerActor`. buffer_bytes: initial size of a channel, which grows by itself.
         """
         self._graph: Any = None
         self._broken = False
-        # Calls that went through the graph.
+        # Number of calls through the graph.
         self.calls = 0
         version = tuple(int(part) for part in ray.__version__.split(".")[:2])
         if not TESTED[0] <= version < TESTED[1]:
@@ -78,7 +78,7 @@ class Graph:
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
         """Call every rank; return the answers. Raises TimeoutError, RayActorError (a rank is gone), or an error of Ray.
 
-        Each error breaks the graph, except TypeError: an argument that cannot be sent.
+        Raises TypeError for an argument that cannot be sent. Every other error breaks the graph.
         """
         if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
@@ -95,13 +95,14 @@ class Graph:
         return [unpack_value(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
-        """Start a call; the returned function waits for the answer; call it before the next. For measuring."""
+        """Start a call; return a function that waits for the answer. Call the function before the next `submit`. For
+        measurements."""
         answers = self._graph.execute(pack_value(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
 
     def close(self) -> None:
-        """End the graph; at once if its actors were killed before, else after the current call."""
+        """End the graph: at once if its actors were killed before, otherwise after the current call."""
         graph = self._graph
         self._graph = None
         self._broken = True
@@ -111,29 +112,29 @@ class Graph:
 
 
 def idle(worker: object) -> None:
-    """Do nothing: the method of a call that only proves its worker answers."""
+    """Do nothing: a call of this method proves that a worker answers."""
 
 
 def pack_value(value: Any) -> Any:
-    """Return a value in the form in which it travels.
+    """Return a value in the form in which it travels through a graph's channel.
 
-    A small value becomes bytes, which Ray hands through as they are. A large one stays as it is, so that its arrays
-    are written once.
+    A small value becomes bytes, which Ray passes on unchanged. A large value is returned unchanged, so that its arrays
+    are written only once.
     """
     arrays: list[pickle.PickleBuffer] = []
     try:
         pickled = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     except Exception:
-        # Ray can pickle more values, and says why a value cannot be sent.
+        # Ray can pickle more values than `pickle`, and explains why a value cannot be sent.
         return value
-    # Classes that the driver's own script defines are found by Ray alone.
+    # Only Ray can unpickle classes that the driver's own script defines.
     if b"__main__" in pickled or sum(array.raw().nbytes for array in arrays) > _SMALL_BYTES:
         return value
     return pickle.dumps((pickled, [bytes(array) for array in arrays]))
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value given to `pack_value`, copied into new memory; arrays are read-only, as in ordinary calls."""
+    """Return the value given to `pack_value`, in new memory. Arrays are read-only, as in ordinary calls."""
     if not isinstance(value, bytes):
         return copy_out(value)
     pickled, arrays = pickle.loads(value)
@@ -141,7 +142,7 @@ def unpack_value(value: Any) -> Any:
 
 
 def take_arguments(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return the method, arguments and keyword arguments of one rank, out of a packed Message."""
+    """Return one rank's method, arguments and keyword arguments from a packed `Message`."""
     if isinstance(message, bytes):
         method, per_rank, kwargs = unpack_value(message)
         return method, per_rank[rank], kwargs
@@ -150,7 +151,7 @@ def take_arguments(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[
 
 
 def copy_out(value: Any) -> Any:
-    """Return an equal value without views of a channel's memory, which block the channel if they are kept.
+    """Return a copy of a value without views of the channel's memory: a view that is kept blocks the channel.
 
     Arrays stay read-only, as in ordinary calls.
     """
@@ -168,10 +169,11 @@ def copy_out(value: Any) -> Any:
 
 
 def read_patiently() -> bool:
-    """Make this process's channel readers sleep between looks. Returns False if Ray's reader is not the known one.
+    """Make this process's channel readers sleep between polls. Returns False if Ray's reader has another signature.
 
-    Ray's readers spin: an idle worker uses a whole core (ray PR 55547, not merged). With this reader it uses 0.03 of a
-    core. A step of two workers on two cores takes 1.04 instead of 1.08 times as long as with ordinary calls.
+    Ray's readers poll without sleeping, so an idle worker uses a whole core (ray PR 55547, not merged). With this
+    reader it uses 0.03 of a core. A step of two workers on two cores takes 1.04 times as long as with ordinary calls,
+    and 1.08 times with Ray's readers.
     """
     from ray.exceptions import RayChannelTimeoutError
     from ray.experimental.channel.shared_memory_channel import Channel
@@ -186,7 +188,7 @@ def read_patiently() -> bool:
         now = time.monotonic()
         end = math.inf if timeout is None or timeout < 0 else now + timeout
         look_s = 0.0
-        # Ray interrupts the read ten times a second; the wait continues.
+        # Ray interrupts and repeats a read ten times a second, so the begin of the wait is kept in the channel.
         if not hasattr(self, "waiting_since"):
             self.waiting_since = now
             look_s = _SPIN_S
@@ -222,9 +224,9 @@ def _compile_graph(actors: Sequence[Any], buffer_bytes: int) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for a traceback of a graph's end.
+    """Return False for log records with a traceback about the end of a graph.
 
-    Ray's own thread tears a graph down as soon as an actor is gone, with a traceback for each. `WorkerDied` names the
-    dead worker, and a requested end is no error.
+    Ray's thread tears a graph down as soon as an actor is gone, and logs a traceback for each actor. rlctl needs none:
+    `WorkerDied` names the dead worker, and a requested end is no error.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], RayActorError | RayChannelError))

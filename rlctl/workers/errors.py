@@ -1,11 +1,11 @@
-"""Failures of a worker, as errors that name it: it raised, it died, or it did not answer."""
+"""Errors that name the worker at fault: its method raised, its process died, or it did not answer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's exception. traceback: text of the traceback in the worker's process."""
+    """One worker's exception as plain text. traceback: the one in the worker's process."""
 
     worker: str
     type: str
@@ -14,7 +14,7 @@ class Failure:
 
 
 class WorkerError(RuntimeError):
-    """Workers raised. They live on and can be called again."""
+    """Methods of workers raised. The workers are alive and can be called again."""
 
     def __init__(self, call: str, failures: list[Failure]) -> None:
         self.call = call
@@ -24,12 +24,12 @@ class WorkerError(RuntimeError):
         super().__init__(f"{call} on {first_failure.worker}: {first_failure.type}: {first_failure.text}{rest}")
 
     def tracebacks(self) -> str:
-        """Return the workers' own tracebacks, each under its worker's name."""
+        """Return the tracebacks from the workers' processes, each below its worker's name."""
         return "\n".join(f"--- {failure.worker}\n{failure.traceback}" for failure in self.failures)
 
 
 class WorkerDied(RuntimeError):
-    """The process of one or more workers is gone; the call's other answers are lost too."""
+    """The processes of one or more workers are gone. The call's other answers are lost too."""
 
     def __init__(self, call: str, workers: list[str], reason: str) -> None:
         self.call = call
@@ -52,8 +52,8 @@ class WorkerTimeout(RuntimeError):
 
 
 class EngineUnusable(RuntimeError):
-    """Engines raise the same error before any token: another engine would raise it too."""
+    """Two engines raised the same error before they sampled any token, so another engine would raise it too."""
 
 
 class NoEngineLeft(RuntimeError):
-    """Every engine is gone, and so is its node."""
+    """The nodes of all engines are gone."""

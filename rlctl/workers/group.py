@@ -1,11 +1,11 @@
 """The driver's side of worker processes: `Worker` (one) and `WorkerGroup` (ranks called in lockstep).
 
-Every wait has a deadline and names the worker and the call (no silent wait). Errors come as `WorkerError`,
-`WorkerDied` or `WorkerTimeout`. A call can be started and gathered later (`Pending`), so that trainer and
-generator work at the same time.
+Every wait has a deadline and names the worker and the call (no silent wait). Errors are `WorkerError`, `WorkerDied` or
+`WorkerTimeout`. A caller can start a call and wait for its answers later (`Pending`), so that trainer and generator
+work at the same time.
 
-A method is named by itself, unbound: `group.call(TrainerWorker.info)`. Only its name travels, so a method of a Protocol
-that the hosted class fulfils does as well; a type checker knows the arguments and the results.
+The method of a call is given as an unbound function: `group.call(TrainerWorker.info)`. So a type checker knows its
+arguments and results. Only the function's name travels, so a method of a Protocol of the worker may be given too.
 """
 
 import asyncio
@@ -34,38 +34,38 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
-# Time of the first look at calls, and the longest time between two looks.
+# Seconds of the first wait for ended calls, and of the longest wait. Each wait is twice as long as the one before.
 _FIRST_LOOK_S = 0.01
 _CALLS_LOOK_S = 0.2
-# Longest time of one question for an outcome.
+# Seconds that one call for an outcome waits in the worker (`WorkerGroup.outcomes`).
 _OUTCOME_WAIT_S = 2.0
-# Time that the other ranks have to fail or end, once one has failed.
+# Seconds that the other ranks have to fail or end after one rank has failed.
 _OTHERS_S = 10.0
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Recipe of a worker process."""
+    """Specification of a worker process."""
 
     name: str
-    # Builds the worker; picklable, runs in the process.
+    # Builds the worker, in its process. Must be picklable.
     make: Callable[[], Any]
-    # Set before `make` runs.
+    # Environment variables, set before `make` runs.
     env: dict[str, str] = field(default_factory=dict)
     log: str | None = None
     threads: int = 1
-    # Node of the process; None on a run that has only this machine.
+    # Node of the process; None if the run has only this machine.
     node: NodeLease | None = None
-    # Explains calls that take long; None: nobody does.
+    # Explains calls that take long; None: long calls are not explained.
     waits: Waits | None = None
 
 
 class Worker:
-    """One worker process. `built` must have been waited for before the first call."""
+    """One worker process. Wait for `built` before the first call."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        # Two slots more than the worker's threads: `pid` and `ask` answer while they are busy.
+        # Two more concurrent calls than the worker has threads, so that `pid` and `ask` answer while these are busy.
         actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 2, max_restarts=0)(WorkerActor)
         if spec.node:
             actor = actor.options(scheduling_strategy=spec.node.strategy)
@@ -78,11 +78,11 @@ class Worker:
         return self.spec.name
 
     def built(self) -> "Pending[None]":
-        """Return the pending construction."""
+        """Return the pending construction of the worker."""
         return Pending("start-up", [self], [self._built])
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
-        """Start one call; its result is `Pending.wait(...)[0]`."""
+        """Start one call. `wait(...)[0]` of the returned `Pending` is its result."""
         name = method.__name__
         return Pending(name, [self], [self.handle.call.remote(name, args, kwargs)])
 
@@ -91,7 +91,8 @@ class Worker:
     ) -> R:
         """Make one call on an event loop and await its result. Raises the errors of `Pending.wait`.
 
-        A cancelled call goes on in the worker. Every call must have ended before Ray shuts down.
+        If the caller is cancelled, the worker still finishes the method. All calls must have ended before Ray shuts
+        down.
         """
         name = method.__name__
         ref = self.handle.call.remote(name, args, kwargs)
@@ -112,11 +113,11 @@ class Worker:
 
     @property
     def lost_its_node(self) -> bool:
-        """True if the worker's node is gone: nothing can be started there."""
+        """True if the worker's node is gone, so that no process can be started there."""
         return self.spec.node is not None and not self.spec.node.lives()
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return an address and a free port of the worker's node, where processes of all nodes can meet it."""
+        """Return (address, free port) of the worker's node, for processes of all nodes to connect to the worker."""
         address = self.spec.node.address if self.spec.node else LOOPBACK
         pending_port = Pending[int]("free_port", [self], [self.handle.free_port.remote(address)])
         return address, pending_port.wait(_ASK_S)[0]
@@ -128,7 +129,7 @@ class Worker:
 
     @property
     def known_as(self) -> tuple[str, int | None]:
-        """The worker's name, and its process id if that is known and belongs to this machine."""
+        """The worker's name, and its process id; None for an id that is unknown or belongs to another machine."""
         return self.name, None if self.spec.node else self._pid
 
     def kill(self) -> None:
@@ -138,7 +139,7 @@ class Worker:
 
 @dataclass
 class Pending(Generic[R]):
-    """Pending calls on several workers, with an R from each."""
+    """One pending call on several workers. Each worker's result is an R."""
 
     call: str
     workers: list[Worker]
@@ -147,8 +148,9 @@ class Pending(Generic[R]):
     def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[R]:
         """Return all results in the workers' order.
 
-        Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
-        ranks may wait for the failed one without end), WorkerTimeout after `deadline_s` seconds.
+        Raises WorkerError if any worker raised, WorkerDied if any process is gone, WorkerTimeout after `deadline_s`
+        seconds. The first two come even if other workers are still busy: these may wait for the failed rank without
+        end.
         """
         end = time.monotonic() + deadline_s
         answers: dict[Any, Answer] = {}
@@ -178,7 +180,7 @@ class Pending(Generic[R]):
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
     def dead_workers(self) -> list[Worker]:
-        """Return the workers whose processes are gone, by their answers."""
+        """Return the workers whose processes are gone, according to their answers."""
         ended_refs, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=_CALLS_LOOK_S)
         lost_refs = {ref for ref in ended_refs if _is_lost(ref)}
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in lost_refs]
@@ -193,10 +195,10 @@ class Pending(Generic[R]):
 
 
 def _ended_calls(refs: Sequence[Any], seconds_left: Callable[[], float]) -> Iterator[list[Any]]:
-    """Yield the refs of calls that have ended, several together, until all have ended or `seconds_left()` is 0.
+    """Yield lists of refs whose calls have ended, until all have ended or `seconds_left()` is 0.
 
-    The cost is linear in the number of calls: each wait looks at all calls. A call that fails while others
-    work is yielded at most `_CALLS_LOOK_S` late; where all end together nothing is late.
+    The cost is linear in the number of calls, since each wait includes all calls. A call that ends while others are
+    running is yielded up to `_CALLS_LOOK_S` late. If all calls end together, none is late.
     """
     waiting = list(refs)
     look_s = _FIRST_LOOK_S
@@ -218,7 +220,7 @@ def _is_lost(ref: Any) -> bool:
 def _explain_long_wait(
     workers: Sequence[Worker], call: str, late_workers: Callable[[], Sequence[Worker]], deadline_s: float, knob: str
 ) -> AbstractContextManager[None]:
-    """Return a context in which `Waits` explains the wait for a call, if the wait lasts."""
+    """Return a context manager within which `Waits` explains the wait for a call if it takes long."""
     waits = workers[0].spec.waits if workers else None
     if waits is None:
         return nullcontext()
@@ -226,7 +228,7 @@ def _explain_long_wait(
 
 
 def _results(call: str, answers: Sequence[Answer]) -> list[Any]:
-    """Return every worker's result. Raises WorkerError if any raised."""
+    """Return every worker's result. Raises WorkerError if any worker raised."""
     if failures := [failure for failure, _ in answers if failure]:
         raise WorkerError(call, failures)
     return [result for _, result in answers]
@@ -241,7 +243,7 @@ def as_completed(
     """
     workers: list[Worker] = []
     call_index: dict[Any, int] = {}
-    # By the index of a call: the number of workers without an answer. A call whose outcome was yielded is not here.
+    # Index of a call whose outcome was not yielded yet -> number of workers without an answer.
     unanswered: dict[int, int] = {}
     for index, pending_call in enumerate(pending):
         workers += pending_call.workers
@@ -269,7 +271,7 @@ def as_completed(
 
 
 def _call_outcome(pending: Pending[Any], has_failed: bool) -> list[Any] | Exception:
-    """Return a call's results or exception; the exception of a failed call, though other workers are still busy."""
+    """Return a call's results or its exception. has_failed: return the exception even if other workers are busy."""
     if has_failed:
         ended_refs = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
         pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ended_refs]
@@ -281,12 +283,12 @@ def _call_outcome(pending: Pending[Any], has_failed: bool) -> list[Any] | Except
 
 
 class WorkerGroup:
-    """The ranks of one trainer: every call goes to all ranks together."""
+    """The ranks of one trainer. Every call goes to all ranks."""
 
     def __init__(self, specs: Sequence[WorkerSpec], deadline_s: float) -> None:
         self.workers = [Worker(spec) for spec in specs]
         self.deadline_s = deadline_s
-        # The compiled graph that calls go through; None for ordinary calls.
+        # Compiled graph for `call` and `run`; None for ordinary calls.
         self.graph: Graph | None = None
         self._on_graph_loss: Callable[[str], None] = lambda reason: None
 
@@ -294,13 +296,13 @@ class WorkerGroup:
         return len(self.workers)
 
     def part(self, ranks: Sequence[int]) -> "WorkerGroup":
-        """Return some of the ranks as a group, whose calls never go through a compiled graph."""
+        """Return some of the ranks as a group. Its calls never go through a compiled graph."""
         group = WorkerGroup([], self.deadline_s)
         group.workers = [self.workers[rank] for rank in ranks]
         return group
 
     def built(self) -> Pending[None]:
-        """Return the construction of all ranks."""
+        """Return the pending construction of all ranks."""
         return Pending("start-up", self.workers, [worker._built for worker in self.workers])
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
@@ -312,14 +314,14 @@ class WorkerGroup:
         return self._call_ranks((method.__name__, [args] * len(self), kwargs))
 
     def run(self, method: Callable[[Any, *Ts], R], per_rank: Sequence[tuple[*Ts]]) -> list[R]:
-        """Return each rank's result of `method` with that rank's own arguments."""
+        """Return each rank's result of `method`. per_rank: each rank's arguments."""
         return self._call_ranks((method.__name__, per_rank, {}))
 
     def compile(self, buffer_bytes: int, on_loss: Callable[[str], None] = lambda reason: None) -> None:
-        """Send `call` and `run` through a compiled graph from now on, with the same meaning. Raises GraphUnavailable.
+        """Send `call` and `run` through a compiled graph from now on. Results are the same. Raises GraphUnavailable.
 
-        on_loss: called with the reason when the graph breaks while its ranks live, and calls become ordinary ones
-        again; it may raise.
+        on_loss: called with the reason when the graph breaks although all ranks are alive. Later calls are then
+        ordinary ones. on_loss may raise.
         """
         self._on_graph_loss = on_loss
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
@@ -332,14 +334,16 @@ class WorkerGroup:
             self.graph = None
 
     def call_at_once(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
-        """Call a short method while others run (see `WorkerActor.call_at_once`); nobody waits for its answer."""
+        """Call a short method on all ranks while other methods run (see `WorkerActor.call_at_once`). Do not wait for
+        answers."""
         for worker in self.workers:
             worker.handle.call_at_once.remote(method.__name__, args)
 
     def outcomes(self, method: Callable[[Any, float], R | None], deadline_s: float, knob: str) -> list[R]:
-        """Return each rank's outcome of work on a thread of its own. May run on any thread.
+        """Wait for work that each rank does on a background thread; return each rank's outcome. Any thread may call it.
 
-        method: waits for some seconds, and returns None while the work goes on. Raises the errors of `Pending.wait`.
+        method: waits at most some seconds for the work, and returns its outcome, or None if the work has not ended.
+        Raises the errors of `Pending.wait`.
         """
         name = method.__name__
         end = time.monotonic() + deadline_s
@@ -354,7 +358,7 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End all processes at once."""
-        # Before the graph's end, which would wait for the current step.
+        # Workers first, because closing the graph would wait for the current step.
         for worker in self.workers:
             worker.kill()
         if self.graph:
@@ -377,7 +381,7 @@ class WorkerGroup:
             names = [worker.name for worker in self.workers]
             raise WorkerTimeout(method, names, self.deadline_s, DEADLINE_KNOB) from error
         except RayError as error:
-            # One call a worker: one process that is gone must not hide the others.
+            # A separate call for each worker, so that one dead process does not hide the state of the others.
             pid_calls = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
             dead = list(chain.from_iterable(call.dead_workers() for call in pid_calls))
             if dead or isinstance(error, RayActorError):
@@ -387,7 +391,7 @@ class WorkerGroup:
         return _results(method, answers)
 
     def _repeat_call(self, message: Message, error: RayError) -> list[Any]:
-        """Do the call of a broken graph by ordinary calls. Raises GraphBroken if a rank has begun it."""
+        """Repeat the call of a broken graph by ordinary calls. Raises GraphBroken if a rank has begun the call."""
         assert self.graph
         reason = str(error).strip().splitlines()[0]
         counts = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
@@ -403,10 +407,10 @@ class WorkerGroup:
 
 
 def _explain_death(error: RayError, dead: Sequence[Worker]) -> str:
-    """Return why the `dead` workers are gone: with their node, or their process alone."""
+    """Return the reason why the `dead` workers are gone: the loss of their nodes, or the end of a process."""
     leases = {worker.spec.node.id: worker.spec.node for worker in dead if worker.spec.node}
     if names := [lease.name for lease in leases.values() if lease.is_gone()]:
         return f"node {', '.join(names)} is gone"
-    # Ray's text is a page on why workers die in general; one sentence there is about this one.
+    # Ray's text is a page on why workers die in general, and one sentence about this worker: keep that sentence.
     detail = re.search(r"exit detail: ([^.\n]*)", str(error))
     return detail.group(1).strip() if detail else "its process is gone"

@@ -1,7 +1,8 @@
-"""The parent's side of a process for code that may hang, fork or crash.
+"""The parent's side of a child process for code that may hang, fork or crash.
 
-Requests are pickled, and read by rlctl's own code in the child. Replies are lines of JSON of bounded length: they come
-from a process that runs the user's code, so they are never unpickled. The caller checks that they answer its request.
+Requests are pickled; rlctl's code in the child reads them. Replies are lines of JSON of bounded length. They are never
+unpickled, because they come from a process that runs the user's code. The caller checks that a reply answers its
+request.
 """
 
 import json
@@ -20,13 +21,13 @@ ENDING_TIMEOUT_S = 10.0
 
 
 class BadReply(Exception):
-    """Bytes that are no reply to the request."""
+    """The child sent bytes that are no reply."""
 
 
 class Channel:
-    """The parent's end of the connection. Every wait has a deadline: TimeoutError.
+    """The parent's end of the connection to the child. Every wait has a deadline, after which it raises TimeoutError.
 
-    A child that hung up raises EOFError or ConnectionError. max_reply: bytes of a reply.
+    If the child has closed the connection, methods raise EOFError or ConnectionError. max_reply: most bytes of a reply.
     """
 
     def __init__(self, connection: socket.socket, max_reply: int) -> None:
@@ -49,7 +50,7 @@ class Channel:
         return message
 
     def is_quiet(self) -> bool:
-        """Return True if nothing unasked came, the end of the connection included."""
+        """Return True if the connection is open and the child has sent nothing that was not read."""
         poll = select.poll()  # unlike select, it takes descriptors above 1023
         poll.register(self._connection, select.POLLIN)
         return not self._buffer and not poll.poll(0)
@@ -73,10 +74,10 @@ class Channel:
 
 
 class GuardedProcess:
-    """One process below two supervisors (supervisor.py).
+    """One child process below two supervisors (supervisor.py).
 
-    module: the program. max_reply: bytes of a reply. output: descriptor for its output; None: the standard error.
-    variables: its environment; None: the current one.
+    module: module that the process runs. max_reply: most bytes of a reply. output: descriptor for its output; None: the
+    standard error. variables: its environment; None: a copy of this process's.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class GuardedProcess:
         self._module = module
         self._max_reply = max_reply
         self._output = output
-        # Copied now: while Ray starts, this process has Ray's environment, and a process with that ends with Ray's
-        # folder.
+        # Copied now, because this process has Ray's environment while Ray starts, and a child with that environment
+        # would be killed when Ray's folder is removed.
         self._environment = {**(os.environ if variables is None else variables), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -97,7 +98,7 @@ class GuardedProcess:
         return self._process.pid if self._process else None
 
     def ready(self) -> Channel | None:
-        """Return the channel to a process that runs and has sent nothing unasked; end any other, and return None."""
+        """Return the channel if the process runs and its channel is quiet. Otherwise stop it, and return None."""
         if self._process is None or self._channel is None:
             return None
         if self._process.poll() is None and self._channel.is_quiet():
@@ -111,7 +112,7 @@ class GuardedProcess:
         return self._channel
 
     def launch(self) -> socket.socket:
-        """Start the process, and return its connection, for a caller that brings a channel."""
+        """Start the process, and return its connection, for a caller with another kind of channel."""
         parent_end, child_end = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, str(child_end.fileno())],
@@ -126,7 +127,7 @@ class GuardedProcess:
         return parent_end
 
     def stop(self) -> None:
-        """End the process, and all that it started."""
+        """End the process and all of its descendants."""
         if self._process is not None:
             assert self._process.stdin
             self._process.stdin.close()
@@ -140,7 +141,7 @@ class GuardedProcess:
         self._process = self._channel = None
 
     def ending(self) -> str:
-        """End the rest of the process, and return in words how it ended."""
+        """Wait for the process to end, stop its descendants, and return a text on how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(ENDING_TIMEOUT_S)
@@ -149,7 +150,7 @@ class GuardedProcess:
         finally:
             self.stop()
         try:
-            # A supervisor that was killed itself has a negative code.
+            # The code is negative if the supervisor itself was killed.
             return signal.Signals(-code if code < 0 else code - 128).name
         except ValueError:
             return f"exit code {code}"

@@ -1,7 +1,7 @@
-"""Call of a reward function by the names of its parameters, as TRL's and verl's trainers call theirs.
+"""Arguments and results of reward functions written for TRL or verl, which are called by their parameters' names.
 
-TRL gives lists with a value for each rollout of a batch, and takes a list of numbers. rlctl scores one rollout at a
-time, so that each list has one element. verl's `compute_score` scores one rollout.
+TRL passes lists with one value for each rollout of a batch, and expects a list of numbers. rlctl scores one rollout at
+a time, so each list has one element. verl's `compute_score` scores one rollout.
 """
 
 import inspect
@@ -10,16 +10,17 @@ from typing import Any
 
 from rlctl.utils.user_code import defined_at, finite_number, several_numbers, shorten_text
 
-# Parameters that tell such a function from one of (prompt, completion, answer, row).
+# Parameters by which a TRL function is recognized; rlctl's own functions take (prompt, completion, answer, row).
 _NAMES = ("environments", "prompts", "completions")
 # Parameters that only verl's `compute_score` has.
 _VERL_MARKS = ("data_source", "solution_str")
-# Columns that it gets as arguments.
+# Columns of a row that `compute_score` gets as arguments.
 _VERL_COLUMNS = ("data_source", "extra_info")
 
 
 class NamedRewardError(ValueError):
-    """A reward function that cannot be called by the names of its parameters, or its value; one line."""
+    """A reward function cannot be called by its parameters' names, or its result is no reward. The message is one
+    line."""
 
 
 def is_named(function: Callable[..., Any]) -> bool:
@@ -40,12 +41,12 @@ def _takes_one_of(function: Callable[..., Any], names: Collection[str]) -> bool:
 
 
 def takes_environments(function: Callable[..., Any]) -> bool:
-    """Return True if a reward function gets the instances of environments."""
+    """Return True if a reward function has the parameter `environments`, for the environments' instances."""
     return is_named(function) and "environments" in inspect.signature(function).parameters
 
 
 def named_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the keyword arguments of a call, lists of one element. values: those of one rollout, by name.
+    """Return the keyword arguments of a call, as lists of one element. values: one rollout's values by name.
 
     Raises NamedRewardError for a parameter that has no value.
     """
@@ -57,7 +58,8 @@ def verl_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of verl's `compute_score` for one rollout.
 
-    `data_source` and `extra_info` are columns; `ground_truth` is the answer, else that of the column `reward_model`.
+    `data_source` and `extra_info` are columns of the row. `ground_truth` is the answer, or that key of the column
+    `reward_model` if there is no answer.
     Raises NamedRewardError for a parameter that has no value.
     """
     columns = {name: row[name] for name in _VERL_COLUMNS if name in row}
@@ -90,9 +92,9 @@ def _choose_arguments(function: Callable[..., Any], values: Mapping[str, Any], h
 
 
 def named_value(function: Callable[..., Any], result: Any) -> float | None:
-    """Return the value of one rollout; None where the function does not judge it, as in TRL.
+    """Return the reward of one rollout; None if the function returned None for the rollout, as TRL allows.
 
-    Raises NamedRewardError for another number of values than one, and for one that is no finite number.
+    Raises NamedRewardError for a list of more or fewer values than one, and for a value that is no finite number.
     """
     is_list = hasattr(result, "__len__") and not isinstance(result, str | bytes | dict)
     if is_list and len(result) != 1:
@@ -109,7 +111,8 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
 
 
 def verl_value(function: Callable[..., Any], result: Any) -> float:
-    """Return the value of verl's `compute_score`: a number, or `score` of a dict. Raises NamedRewardError."""
+    """Return the reward of verl's `compute_score`: its number, or the key `score` of its dict. Raises NamedRewardError
+    if that is no finite number."""
     value = result["score"] if isinstance(result, Mapping) and "score" in result else result
     number = finite_number(value)
     if number is None:

@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster as a run uses them: the living ones, a reservation on them, and a helper process on each.
+"""Nodes of a Ray cluster: the living nodes, a reservation of their shares, and a helper process on each reserved node.
 
-A reservation is one placement group with a bundle a node: all bundles or none. The helper holds the bundle's GPUs,
-since Ray names them to their holder. A run's processes ask Ray for no GPUs and are given their devices, since several
-may share one.
+A reservation is one placement group with one bundle for each node; Ray grants all bundles or none. The helper holds
+the bundle's GPUs, because Ray names GPUs only to the process that holds them. A run's other processes ask Ray for no
+GPUs: rlctl assigns their devices, since several processes may share one.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from rlctl.workers.errors import WorkerDied, WorkerTimeout
 _ID_LABEL = "ray.io/node-id"
 _NODE_POLL_S = 5.0
 _ASK_S = 60.0
-# Time from the end of a node's processes until Ray lists it as dead: three missed looks, a second apart, and some more.
+# Seconds after which Ray surely lists a lost node as dead. Ray needs three missed health checks, one each second.
 _NOTICE_S = 8.0
 _NODES_LOOK_S = 0.2
 
@@ -38,16 +38,16 @@ class LiveNode:
 
     id: str
     name: str
-    # The node's address in Ray.
+    # IP address by which Ray knows the node.
     address: str
-    # Resources by Ray's names, such as GPU and CPU.
+    # Amounts of all resources and of the free ones, by Ray's names, such as GPU and CPU.
     total: dict[str, float]
     free: dict[str, float]
 
 
 @lru_cache(maxsize=1)
 def _live_node_ids(moment: int) -> frozenset[str]:
-    # One call of Ray for all that ask at a moment: a lost engine makes the pool ask about every other one.
+    # Cached for one moment, because after the loss of an engine the pool asks about the node of every other engine.
     return frozenset(record["NodeID"] for record in ray.nodes() if record["Alive"])
 
 
@@ -69,36 +69,36 @@ class NodeLease:
     address: str
     # Network interface of the address.
     interface: str
-    # Names of the GPUs, as CUDA_VISIBLE_DEVICES has them.
+    # Names of the GPUs in the form of CUDA_VISIBLE_DEVICES.
     gpus: tuple[str, ...]
     cores: int
-    # Bytes of the smallest GPU; None without GPUs.
+    # Bytes of memory of the smallest GPU; None without GPUs.
     memory: int | None
-    # Ray handle of its `NodeHelper`.
+    # Ray handle of the node's `NodeHelper`.
     helper: Any
-    # Ray's scheduling strategy that starts an actor there.
+    # Ray's scheduling strategy with which an actor starts in this share of the node.
     strategy: Any
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which torch and vLLM meet other nodes at this node's address."""
+        """Environment variables that make torch and vLLM use this node's address to connect to other nodes."""
         return {"GLOO_SOCKET_IFNAME": self.interface, "VLLM_HOST_IP": self.address}
 
     def free_port(self) -> int:
-        """Return a port of the node's address that nobody listens on at this moment."""
+        """Return a port of the node's address on which no process listens now."""
         return int(self._ask_helper("free_port", self.address))
 
     def folder(self, prefix: str, root: str | None) -> str:
-        """Return a new folder on the node, which is removed with the reservation."""
+        """Make a folder on the node, and return its path. The folder is removed with the reservation."""
         return str(self._ask_helper("folder", prefix, root))
 
     def read_file(self, path: str) -> str | None:
-        """Return the text of a small file as the node sees it; None if it cannot be read there."""
+        """Return the text of a small file on the node; None if the node cannot read it."""
         return cast("str | None", self._ask_helper("read_file", path))
 
     @property
     def is_the_drivers(self) -> bool:
-        """True if this process runs on the node."""
+        """True if this process, the driver, runs on the node."""
         return bool(ray.get_runtime_context().get_node_id() == self.id)
 
     def _ask_helper(self, method: str, *arguments: Any) -> Any:
@@ -111,11 +111,11 @@ class NodeLease:
             raise WorkerTimeout(method, [f"the helper on {self.name}"], _ASK_S, "nothing") from error
 
     def lives(self) -> bool:
-        """Return True if Ray lists the node as alive, or did 0.2 s ago."""
+        """Return True if Ray lists the node as alive, or did so at most 0.2 s ago."""
         return self.id in _live_node_ids(int(time.monotonic() / _NODES_LOOK_S))
 
     def is_gone(self) -> bool:
-        """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed."""
+        """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed the loss."""
         end = time.monotonic() + _NOTICE_S
         while self.lives():
             if time.monotonic() > end or self._helper_answers():
@@ -132,11 +132,11 @@ class NodeLease:
 
 
 class NoRoom(RuntimeError):
-    """Resources that were free a moment ago are not: another run took them."""
+    """Resources could not be reserved, for example because another run has just taken them."""
 
 
 def live_nodes() -> list[LiveNode]:
-    """Return the living nodes, the head first, then by name. Two calls a moment apart may differ."""
+    """Return the living nodes: the head first, the others by name. Nodes may come and go between two calls."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -163,7 +163,7 @@ class Reservation:
         bundles = []
         for share in shares:
             amounts = {"GPU": float(share.gpus), "CPU": share.cpus}
-            # Ray wants a bundle to ask for something.
+            # Ray refuses a bundle without any resource.
             bundles.append({name: amount for name, amount in amounts.items() if amount} or {"CPU": 0.001})
         selectors = [{_ID_LABEL: share.node.id} for share in shares]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
@@ -201,7 +201,7 @@ class Reservation:
             self.nodes.append(lease)
 
     def release(self) -> None:
-        """Remove the folders, then give everything back."""
+        """Remove the folders on the nodes, then release the reserved shares."""
         closing = [node.helper.close.remote() for node in self.nodes]
         ray.wait(closing, num_returns=len(closing), timeout=_NODE_POLL_S)
         for node in self.nodes:
@@ -213,14 +213,14 @@ class Reservation:
 
 
 class NodeHelper:
-    """The process that answers a `NodeLease` on its node."""
+    """Process on a reserved node that answers the calls of its `NodeLease`."""
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
         self._reaper: Any = None
 
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int, int | None]:
-        """Return interface, gpus, cores and memory of the `NodeLease`."""
+        """Return the fields `interface`, `gpus`, `cores` and `memory` of the `NodeLease`."""
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return _interface(address), gpus, usable_cores(), device_memory() if gpus else None
 

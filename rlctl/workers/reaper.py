@@ -1,11 +1,11 @@
-"""A small process that outlives a killed driver by two seconds, and removes its remains.
+"""Reaper: a small process that outlives a killed driver by two seconds, and removes the driver's folders and processes.
 
-Ray's own processes notice a dead driver, but two of its agents live on (seen with Ray 2.60), and nobody removes
-the folders. The reaper waits at the other end of a pipe; when the driver is gone it ends every process that holds
-a file of the watched folders open, and removes the folders. It is a separate program: `python reaper.py`.
+Most of Ray's processes notice a dead driver, but two of its agents continue (seen with Ray 2.60), and nobody removes
+the folders. The reaper waits at the other end of a pipe. When the driver is gone, the reaper ends every process that
+uses the watched folders, and removes the folders. It is a separate program: `python reaper.py`.
 
-If both are killed, the folders stay. Each has a file that its driver holds a lock on: a folder whose lock is free is a
-dead driver's, even if its process id is in use again, and the next run removes it.
+If driver and reaper are killed, the folders stay. Each folder has a file on which its driver holds a lock. If the lock
+is free, the driver is dead, even if its process id is in use again, and the next run removes the folder.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ _LENGTH_BYTES = 4
 
 
 class Reaper:
-    """The driver's end: makes folders to be removed, with the processes in them, when the driver is gone."""
+    """The driver's end. It makes folders; when the driver is gone, the folders and the processes that use them are
+    removed."""
 
     def __init__(self) -> None:
         self._locks: dict[Path, int] = {}
@@ -51,7 +52,7 @@ class Reaper:
             os.close(self._locks.pop(path))
 
     def make(self, prefix: str, root: str | None = None) -> Path:
-        """Make a folder that only this user enters, for the caller to remove before it closes the reaper."""
+        """Make a folder that only this user can enter. The caller removes the folder before it closes the reaper."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self._locks[path] = _mark_folder(path)
         assert self._process.stdin
@@ -85,7 +86,7 @@ class Leftover:
     """A folder of a dead driver."""
 
     path: Path
-    # The driver, in words.
+    # Text that names the driver, such as "process 123".
     owner: str
     # (pid, name) of processes that still use the folder.
     processes: tuple[tuple[int, str], ...]
@@ -97,7 +98,7 @@ class Leftover:
 
 
 def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
-    """Return the folders that killed drivers of this user left in temporary folders and in shared memory."""
+    """Return the folders left by killed drivers of this user. roots: None: temporary folders and shared memory."""
     if roots is None:
         roots = [Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY]
     paths: set[Path] = set()
@@ -113,7 +114,7 @@ def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
 
 
 def sweep(folders: Sequence[Path]) -> None:
-    """End every other process of this user that uses `folders`, then remove them."""
+    """End every other process of this user that uses any of `folders`, then remove the folders."""
     for process in _user_processes():
         if process.pid != os.getpid() and _uses(process, folders):
             with contextlib.suppress(psutil.Error):
@@ -128,8 +129,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def _mark_folder(folder: Path) -> int:
-    """Mark a new folder as this process's; return the descriptor that holds the lock as long as it is open."""
-    # The file is renamed once it is locked, so that nobody finds it unlocked.
+    """Lock a new folder for this process; return a descriptor that holds the lock until it is closed."""
+    # The file is renamed after it is locked, so that no other process finds it unlocked.
     unnamed = folder / f"{_OWNER}-"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -139,7 +140,7 @@ def _mark_folder(folder: Path) -> int:
 
 
 def _dead_owner(folder: Path) -> str | None:
-    """Return the owner of a folder of this user if that process is dead, else None."""
+    """Return the text that names a folder's owner, if the folder is this user's and the owner is dead; else None."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -162,7 +163,7 @@ def _user_processes() -> Iterator[psutil.Process]:
 
 
 def _processes_using(folder: Path) -> Iterator[tuple[int, str]]:
-    """Yield (pid, name) of each process of this user that uses a folder; one that ends meanwhile is left out."""
+    """Yield (pid, name) of each process of this user that uses a folder, except processes that end meanwhile."""
     for process in _user_processes():
         with contextlib.suppress(psutil.Error):
             if _uses(process, [folder]):
@@ -175,7 +176,7 @@ def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
 
     try:
         paths = [Path(file.path) for file in process.open_files()]
-        # A process that was stopped, or lost its log, may hold no file open; all of a run's have this variable.
+        # A process may have no file open there, but all processes of a run have this variable.
         paths.append(Path(process.environ().get("TMPDIR") or "/"))
     except (psutil.Error, OSError):
         return False
@@ -192,13 +193,13 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def encode_path(path: Path) -> bytes:
-    """Return a path as it goes through the pipe, after its length: a name may hold any byte but the null."""
+    """Return a path in the form for the pipe: its length, then its bytes. No separator is safe in a path."""
     name = os.fsencode(path)
     return len(name).to_bytes(_LENGTH_BYTES, "big") + name
 
 
 def decode_paths(message: bytes) -> Iterator[Path]:
-    """Yield every whole path of a message. A driver that was killed may leave the last path torn."""
+    """Yield every complete path of a message. The last path may be incomplete if the driver was killed."""
     while len(message) >= _LENGTH_BYTES:
         end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
         if len(message) < end:
@@ -208,8 +209,8 @@ def decode_paths(message: bytes) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Read folders until the driver's end of the pipe closes; then remove those that still exist."""
-    # Ray ends a worker's children too, but not their children.
+    """Read folders until the driver's end of the pipe closes; then remove the folders that still exist."""
+    # Ray kills the children of a dead worker, but not its grandchildren: continue as a grandchild.
     if os.fork():
         os.wait()
         return

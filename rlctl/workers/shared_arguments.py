@@ -1,4 +1,4 @@
-"""Arguments that many workers get: put into Ray's store once, where ordinary calls would pickle them once a worker."""
+"""Arguments for many workers, which are put into Ray's store once. Ordinary calls would pickle them for each worker."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,31 +10,32 @@ import numpy as np
 import ray
 
 T = TypeVar("T")
-# Ray sends arguments up to this size with a call; it puts larger ones into its store, once a call.
+# Ray sends arguments up to this size with a call. It puts a larger argument into its store, once for each call.
 _INLINE_BYTES = 100 << 10
 
 
 @dataclass(frozen=True)
 class SharedArgument:
-    """Place of a value in Ray's store. `WorkerActor.call` hands the worker the value itself."""
+    """Reference to a value in Ray's store. `WorkerActor.call` replaces it by the value."""
 
     ref: Any
 
 
 def put_once(value: T) -> T:
-    """Put a value into Ray's store; return its place, an argument for any number of calls.
+    """Put a value into Ray's store; return a `SharedArgument`, which any number of calls may take.
 
-    The place is typed as the value, since the worker's method gets the value. The value lives as long as its place.
+    The return type is the value's type, because the worker's method gets the value. The value stays in the store as
+    long as the `SharedArgument` exists.
     """
     return cast(T, SharedArgument(ray.put(value)))
 
 
 def put_common(per_rank: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return every rank's arguments, with each large one that several ranks have in common put once.
+    """Return every rank's arguments. A large argument that several ranks share is put into Ray's store once.
 
-    A batch of 8 MB for 8 ranks: one copy in 5 ms instead of eight. Ranks of other shards never see it.
+    A batch of 8 MB for 8 ranks takes one copy in 5 ms instead of eight copies. Other ranks never load it.
     """
-    # By `id`: values may have no hash, and the caller keeps them alive.
+    # Counted by `id`, because values may have no hash. The caller keeps the values alive, so ids are unique.
     counts = Counter(map(id, chain.from_iterable(per_rank)))
     shared: dict[int, Any] = {}
 
@@ -49,12 +50,13 @@ def put_common(per_rank: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def fetch_values(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a call's arguments with each place replaced by its value; arrays are read-only, as in any call."""
+    """Return a call's arguments with each `SharedArgument` replaced by its value. Arrays are read-only, as in every
+    call."""
     return tuple(ray.get(argument.ref) if isinstance(argument, SharedArgument) else argument for argument in arguments)
 
 
 def array_bytes(value: Any) -> int:
-    """Return the bytes of the arrays in a value: inside dataclasses, mappings, tuples and lists too."""
+    """Return the total bytes of all arrays in a value, also inside dataclasses, mappings, tuples and lists."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, Mapping):

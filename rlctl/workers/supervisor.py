@@ -1,15 +1,15 @@
 """Supervisors of a guarded process, which runs the user's code: every descendant of that code ends with the process.
 
-A supervisor adopts all orphans among its descendants, also those in a new session, and ends them when the process below
-it ends. There are two, one below the other, since the user's code may kill one by signal:
+A supervisor adopts all orphans among its descendants, also those in a new session, and ends them when its child ends.
+There are two supervisors, one below the other, since the user's code may kill one supervisor by a signal:
 
     outer -> inner -> worker
 
-The outer one ends everything at the parent's request and when the parent is gone (its standard input closes). It adopts
-the orphans of a killed inner one. The inner one ends everything when the outer one is gone (its pipe closes). A byte on
-the standard input asks the worker's group to end by SIGTERM. A child of another program, such as a container that a
-daemon starts, is out of their reach. The first argument of the program is the connection's descriptor, see
-guarded_process.py.
+The outer supervisor ends all descendants when its standard input closes: at the parent's request, or because the parent
+is gone. It adopts the orphans of a killed inner supervisor. The inner supervisor ends all of its descendants when the
+outer one is gone (its pipe closes). Each byte on the standard input sends SIGTERM to the worker's process group.
+Supervisors cannot end children of other programs, such as a container that a daemon starts. The first argument of the
+program is the connection's descriptor, see guarded_process.py.
 
 `python supervisor.py FD COMMAND...` supervises any program; its error number goes to FD if it cannot be started.
 """
@@ -28,7 +28,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Bounds the end of a family that forks as fast as it is killed.
+# Most seconds of ending all descendants: user's code might fork as fast as it is killed.
 _ENDING_S = 5.0
 # Byte to the outer supervisor that asks the worker to end.
 _ASK = b"."
@@ -44,7 +44,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
         os.close(outer_gone)
         _supervise(inner, 0, connection, lambda: os.write(alive, _ASK))
     os.close(alive)
-    # A signal to the group of the outer supervisor does not reach this one.
+    # In a new session, so that a signal to the outer supervisor's process group does not reach this process.
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     supervisor = os.getpid()
@@ -57,7 +57,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
         os._exit(1)
     os.close(outer_gone)
     _stay_silent_when_forked(connection)
-    # The worker ends by SIGKILL: text printed into a buffer until then would be lost.
+    # The worker may end by SIGKILL, which would lose text in a buffer: write it line by line.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     work(connection)
@@ -65,7 +65,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
 
 
 def _fork() -> int:
-    """Fork, and adopt the orphans of the child's descendants. Returns the child's pid, and 0 in the child."""
+    """Fork, and adopt future orphans among the child's descendants. Returns the child's pid; in the child, 0."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return os.fork()
 
@@ -75,7 +75,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _stay_silent_when_forked(connection: socket.socket) -> None:
-    """Take the connection from every process that the user's code forks."""
+    """Take the connection from every process that the user's code forks: only the worker may write there."""
     number = connection.fileno()
 
     def silence() -> None:
@@ -86,18 +86,19 @@ def _stay_silent_when_forked(connection: socket.socket) -> None:
 
 
 def _supervise(child: int, requests: int, connection: socket.socket, ask: Callable[[], object]) -> NoReturn:
-    """Wait until `child` ends or the descriptor `requests` closes, end the family, and exit as shells report `child`.
+    """Wait until `child` ends or the descriptor `requests` closes; end all descendants; exit with a status for `child`.
 
-    ask: asks the worker to end; called for each byte on `requests`.
+    The exit status is the child's, or 128 plus the signal that ended the child, as in shells. ask: asks the worker to
+    end; called for each byte on `requests`.
     """
     connection.close()
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The parent finishes its step. The worker keeps the defaults, and its children inherit them.
+        # Ignored here, because the parent finishes its step first. The worker and its children keep the defaults.
         signal.signal(number, signal.SIG_IGN)
     status = _wait_for_child(child, requests, ask)
     _end_family(child)
     code = 0 if status is None else os.waitstatus_to_exitcode(status)
-    # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
+    # Exit without the interpreter's exit handlers: they take a while, and nothing is left to clean up.
     os._exit(code if code >= 0 else 128 - code)
 
 
@@ -117,7 +118,7 @@ def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int
         if requests in ready:
             if not os.read(requests, 1):
                 break
-            with contextlib.suppress(OSError):  # the worker has ended meanwhile
+            with contextlib.suppress(OSError):  # the worker may have ended meanwhile
                 ask()
         with contextlib.suppress(BlockingIOError):
             os.read(wake_reader, 4096)
@@ -126,7 +127,7 @@ def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int
 
 
 def _reap(child: int) -> int | None:
-    """Take the exit status of every child that has ended; return that of `child` if it is among them."""
+    """Reap every child that has ended; return the exit status of `child`, None if it has not ended."""
     status = None
     while True:
         try:
@@ -142,7 +143,7 @@ def _reap(child: int) -> int | None:
 def _end_family(child: int) -> None:
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)
-    # An orphan comes to this process as soon as its parent is gone, and so into the next round.
+    # Killing a process makes its children this process's children, which the next iteration kills.
     end = time.monotonic() + _ENDING_S
     while time.monotonic() < end:
         _reap(child)
@@ -159,8 +160,8 @@ def _end_family(child: int) -> None:
 
 
 def _become_command(connection: socket.socket) -> None:
-    """Become the program that the further arguments name."""
-    # Python ignores these signals, and the program would inherit that.
+    """Replace this process by the program in the further arguments. Send the error number if that fails."""
+    # Python ignores these two signals, and the program would inherit that.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

@@ -1,6 +1,6 @@
 """Logs of a user's code in separate processes: failures counted by cause (contract 11), and bounded output.
 
-Control characters are written as pictures: a person shows a log on a terminal.
+Control characters are written as visible symbols, because users read logs on a terminal.
 """
 
 import codecs
@@ -14,33 +14,33 @@ from typing import Protocol
 from rlctl.utils.safe_text import neutral
 
 Emit = Callable[..., None]
-# A cause holds no text of a rollout, but generated code can raise at ever new places.
+# Most causes that are counted separately. Generated code can raise at any number of places.
 MAX_CAUSES = 20
 _OTHER = "other causes"
-# Bytes of output in an attempt. One line for each rollout would fill a disk in the weeks that a run may take.
+# Most bytes of output in an attempt. One line for each rollout could fill a disk during a run of weeks.
 MAX_LOG_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
-# An orphan of the user's code may hold the pipe open without end.
+# Seconds to wait for the last output: an orphan of the user's code may keep the pipe open.
 _ENDING_S = 2.0
 
 
 class UserFailure(Protocol):
-    """A failure of a user's code; its text is one line."""
+    """A failure of a user's code. `str` gives its text, one line."""
 
     @property
     def cause(self) -> str:
-        """Kind and place, free of a rollout's own text. Failures of one cause are counted together."""
+        """Kind and place of the failure, without text of a rollout. Failures with equal causes are counted together."""
 
     @property
     def trace(self) -> str: ...
 
 
 class FailureLog:
-    """Failures of a run's rewards, environments or tools. The first of each cause is a warning. Any thread may call.
+    """Log of the failures of a run's rewards, environments or tools. Warns about the first failure of each cause.
 
-    kind: "reward", "environment" or "tool". path: file of the tracebacks; None: the standard error has them. emit:
-    writes an event; None: there are no warnings. fate: the fate of the rollouts, for a warning. metric: counts the
-    failures; empty: KIND/failed.
+    Any thread may call its methods. kind: "reward", "environment" or "tool". path: file for tracebacks; None: only the
+    standard error has them. emit: writes an event; None: there are no warnings. fate: text on the fate of the rollouts,
+    for warnings. metric: name of the metric that counts the failures; empty: KIND/failed.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class FailureLog:
         self._noted: set[str] = set()
 
     def add(self, name: str, failure: UserFailure, fate: str | None = None, count: int = 1) -> None:
-        """Count failures of the part `name`. Keep the traceback and emit a warning for a new cause.
+        """Count failures of the part `name`. For a new cause, also write the traceback and emit a warning.
 
-        fate: the fate of this rollout, if it differs from that of most.
+        fate: used instead of the log's `fate`.
         """
         cause = f"{name}: {failure.cause}"
         with self._lock:
@@ -88,7 +88,7 @@ class FailureLog:
         self._emit("warning", what=f"{summary}; {fate or self._fate}, {self._metric}{trace_hint}")
 
     def note(self, name: str, text: str) -> None:
-        """Emit a warning of something short of a failure, once for each `name`."""
+        """Emit a warning about a problem that is no failure, once for each `name`."""
         with self._lock:
             is_new = name not in self._noted
             self._noted.add(name)
@@ -96,15 +96,15 @@ class FailureLog:
             self._emit("warning", what=f"{self._kind} {name}: {text}")
 
     def most_common(self) -> str:
-        """Return the cause of most failures with their number; empty where there are none."""
+        """Return a text with the most common cause and its number of failures; empty if there are none."""
         with self._lock:
             return next((f"{cause} ({count} times)" for cause, count in self.counts.most_common(1)), "")
 
 
 class OutputLog:
-    """Pipe to a file. Processes of a user's code write to its `descriptor`. Close it after they have ended.
+    """Pipe to a file of bounded size. A user's processes write to `descriptor`. Close the log after they have ended.
 
-    kind: "reward" or "environment". emit: writes the event that the bound was reached.
+    kind: "reward" or "environment". emit: writes an event when the bound is reached.
     """
 
     def __init__(self, kind: str, path: Path, emit: Emit | None) -> None:
@@ -124,7 +124,7 @@ class OutputLog:
         room = MAX_LOG_BYTES
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while output := os.read(self._reading_end, _READ_BYTES):
-            # Output beyond the bound is read all the same: its writer must never wait.
+            # Output beyond the bound is read and dropped, so that its writer never waits.
             if room < 0:
                 continue
             _append(self._path, decoder.decode(output[:room]))
@@ -138,7 +138,7 @@ class OutputLog:
 
 
 def _append(path: Path, text: str) -> bool:
-    """Append text to a file. Return False if nothing can be written: a full disk must not end a run."""
+    """Append text to a file. Return False if writing fails, because a full disk must not end a run."""
     try:
         with path.open("ab") as file:
             file.write(neutral(text).encode())

@@ -1,8 +1,8 @@
-"""Explanations of calls that take long: the waiting part and its partner, long before the deadline (contract 8).
+"""Explanations of calls that take long: which workers the driver waits for, long before the deadline (contract 8).
 
-The driver's threads open a wait around each call; one thread looks at the open ones. A call is explained once it takes
-longer than `explain_after_s` and three times as long as any earlier call of its name. If a worker's process is stopped,
-`explain_after_s` is enough.
+The driver's threads open a wait around each call; one thread checks the open waits. A call is explained when it takes
+longer than `explain_after_s` and three times as long as the longest earlier call of the same name. If a worker's
+process is stopped, the call is explained after `explain_after_s`.
 """
 
 import threading
@@ -20,25 +20,25 @@ LateWorkers = Callable[[], Sequence[tuple[str, int | None]]]
 
 @dataclass
 class _Wait:
-    """One open wait."""
+    """One open wait of the driver for a call."""
 
     call: str
     late_workers: LateWorkers
     deadline_s: float
     knob: str
     start: float = field(default_factory=time.monotonic)
-    # Seconds of the wait when it was last explained.
+    # Seconds that the wait had lasted when it was last explained.
     explained_at_s: float = 0.0
     has_ended: bool = False
 
 
 class Waits:
-    """The calls that the driver waits for."""
+    """The calls that the driver waits for. Explains those that take long."""
 
     def __init__(self, explain_after_s: float, warn: Callable[[str], None]) -> None:
         self._explain_after_s = explain_after_s
         self._warn = warn
-        # Returns the state of the run, in words; may be set later.
+        # Returns a text on the state of the run. May be replaced later.
         self.where: Callable[[], str] = lambda: "start-up"
         self._open: dict[int, _Wait] = {}
         self._longest: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Waits:
 
     @contextmanager
     def wait(self, call: str, late_workers: LateWorkers, deadline_s: float, knob: str) -> Iterator[None]:
-        """Explain the block if it lasts. knob: the config key that sets its deadline."""
+        """Explain the wait within the block if it takes long. knob: config key that sets the deadline."""
         wait = _Wait(call=call, late_workers=late_workers, deadline_s=deadline_s, knob=knob)
         with self._lock:
             self._open[id(wait)] = wait
@@ -61,7 +61,7 @@ class Waits:
                 self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.start)
 
     def close(self) -> None:
-        """Stop looking at the open waits."""
+        """Stop checking the open waits."""
         self._is_closed.set()
 
     def _watch_waits(self) -> None:
@@ -69,9 +69,9 @@ class Waits:
             self._look_once()
 
     def _look_once(self) -> None:
-        # A separate function: a local of `_watch_waits` would hold the last wait, and so references of Ray's. This
-        # thread would then drop them at its next look. After Ray's shutdown that ends the whole process with 1
-        # ("The core worker has already been shutdown", Ray 2.60).
+        # A separate function, because a local variable of `_watch_waits` would keep the last wait, and so Ray's
+        # references, until the next check. Dropping these after Ray's shutdown ends the whole process with 1 ("The core
+        # worker has already been shutdown", Ray 2.60).
         with self._lock:
             waits = list(self._open.values())
         for wait in waits:
@@ -82,7 +82,7 @@ class Waits:
         try:
             explanation = self._explanation(wait, lasted_s)
         except Exception as error:
-            # Later waits must be explained all the same.
+            # This thread must continue, to explain later waits.
             explanation = (
                 f"the driver has waited {lasted_s:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
             )
@@ -94,7 +94,7 @@ class Waits:
                 self._warn(explanation)
 
     def _explanation(self, wait: _Wait, lasted_s: float) -> str:
-        """Return which workers the driver waits for, and their states; empty for a wait that is not long yet."""
+        """Return a text on the workers that the driver waits for, and their states; empty for a wait not yet long."""
         if lasted_s < max(self._explain_after_s, 2 * wait.explained_at_s):
             return ""
         states = [(name, process_state(pid)) for name, pid in wait.late_workers()]
