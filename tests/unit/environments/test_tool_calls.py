@@ -39,17 +39,17 @@ def parse_calls(text: str, format: str = "hermes") -> list[ToolCall | MalformedC
 
 @settings(max_examples=40)
 @given(CALLS, st.booleans(), st.sampled_from(["", "Let me see. ", "<think>a {call}</think>\n"]))
-def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], ascii: bool, before: str) -> None:
-    parsed = parse_tool_calls(before + write_hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
+def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], ascii: bool, opening: str) -> None:
+    parsed = parse_tool_calls(opening + write_hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
     assert parsed.calls == calls
     assert parsed.content.removesuffix("<|im_end|>").strip() in ("", "Let me see.")
 
 
 @settings(max_examples=40)
 @given(CALLS.filter(bool), st.sampled_from(["", "<|python_tag|>"]), st.sampled_from(["; ", "\n", " "]))
-def test_llama_calls_come_back_as_they_were_written(calls: list[ToolCall], before: str, between: str) -> None:
+def test_llama_calls_come_back_as_they_were_written(calls: list[ToolCall], opening: str, separator: str) -> None:
     texts = [json.dumps({"name": call.name, "parameters": call.arguments}) for call in calls]
-    assert parse_calls(before + between.join(texts) + "<|eot_id|>", "llama3") == calls
+    assert parse_calls(opening + separator.join(texts) + "<|eot_id|>", "llama3") == calls
 
 
 @settings(max_examples=40)
@@ -147,8 +147,8 @@ def test_no_format_lets_a_deep_value_through(format: str, text: str, levels: int
 def test_of_too_many_calls_the_first_are_made_and_the_rest_is_answered_once() -> None:
     calls = parse_calls(write_hermes([ToolCall("move", {})] * 1000))
     assert calls[:256] == [ToolCall("move", {})] * 256
-    (rest,) = calls[256:]
-    assert isinstance(rest, MalformedCall) and rest.error == "one of 1,000 in a turn, and at most 256 are called"
+    (refusal,) = calls[256:]
+    assert isinstance(refusal, MalformedCall) and refusal.error == "one of 1,000 in a turn, and at most 256 are called"
 
 
 def test_what_is_thought_is_not_called() -> None:
@@ -160,7 +160,7 @@ def test_what_is_thought_is_not_called() -> None:
     assert parsed.calls == [ToolCall("move", {})] and parsed.content == "Now."
 
 
-@pytest.mark.parametrize("before", ["", "<think>maybe</think>", "maybe</think>", "[THINK]maybe[/THINK]"])
+@pytest.mark.parametrize("opening", ["", "<think>maybe</think>", "maybe</think>", "[THINK]maybe[/THINK]"])
 @pytest.mark.parametrize("value", ["</think>", "<think>", "a</think>b<think>c", "</tool_call><tool_call>", "[/THINK]"])
 @pytest.mark.parametrize(
     ("format", "text"),
@@ -172,10 +172,10 @@ def test_what_is_thought_is_not_called() -> None:
         ("qwen3_coder", "<tool_call><function=say><parameter=where>@</parameter></function></tool_call>"),
     ],
 )
-def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value: str, before: str) -> None:
+def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value: str, opening: str) -> None:
     expected = [ToolCall("say", {"where": value})]
-    assert parse_calls(before + text.replace("@", value), format) == expected
-    assert parse_calls(before + text.replace("@", value) + "\nWell.", format) == expected
+    assert parse_calls(opening + text.replace("@", value), format) == expected
+    assert parse_calls(opening + text.replace("@", value) + "\nWell.", format) == expected
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value
     ],
 )
 def test_a_turn_that_looks_like_a_call_and_is_none_is_a_mistake(format: str, text: str, message: str) -> None:
-    for before in ("", "Let me see. ", "<think>hm</think>"):
-        (call,) = parse_calls(before + text, format)
+    for opening in ("", "Let me see. ", "<think>hm</think>"):
+        (call,) = parse_calls(opening + text, format)
         assert isinstance(call, MalformedCall) and message in call.error
 
 
