@@ -1,8 +1,8 @@
-"""From sampled groups to training sequences: scores, advantages, and the one state in which each prompt ends.
+"""From sampled groups to training sequences, with their advantages and the outcome of each prompt.
 
-Every drawn prompt is trained, filtered or dropped, the last two with the reason (contract 2). Pure.
+Every drawn prompt is trained, filtered or dropped. A filtered or dropped one has a reason (contract 2).
 
-A batch gets its advantages with the last column that they need: at once from `make_batch`, or from `add_column`.
+A batch gets its advantages once it has the last column that they read: in `make_batch`, or later in `add_column`.
 """
 
 from collections.abc import Container, Mapping
@@ -26,7 +26,7 @@ NOT_FINITE = "log-probs that are not finite"
 
 @dataclass
 class TaskOutcomes:
-    """Ids of the prompts by the state they ended in; reason -> ids for untrained prompts."""
+    """Ids of the prompts by outcome. Filtered and dropped prompts are kept as reason -> ids."""
 
     trained: list[str] = field(default_factory=list)
     filtered: dict[str, list[str]] = field(default_factory=dict)
@@ -46,11 +46,11 @@ class LeftOut:
     """A rollout that reaches no update: one of its log-probs is NaN or infinite."""
 
     prompt_id: str
-    # Index in its group.
+    # Index of the rollout in its group.
     rollout: int
-    # Index among the tokens that were sampled.
+    # Index of the token among the sampled tokens.
     token: int
-    # Name of the column, and its value there: "nan", "inf" or "-inf".
+    # Name of the column, and its value at the token: "nan", "inf" or "-inf".
     column: str
     value: str
 
@@ -63,17 +63,17 @@ class TrainingBatch:
     """Sequences to train on, the rollouts behind their advantages, and the outcome of each prompt."""
 
     sequences: list[TrainingSample]
-    # Rollouts that count in baselines; their `group` is the index into `groups`.
+    # Rollouts that count in baselines. Their `group` is an index into the list of groups.
     scored: ScoredRollouts
-    # bool [rollouts]: true for cut rollouts, which reach no update (`grpo.overlong.mask`). Their sequences are here
-    # only until advantages that read columns are computed.
+    # bool [rollouts]: true for cut rollouts, which reach no update (`grpo.overlong.mask`). Their sequences stay in the
+    # batch only until the advantages are computed, which may read their columns.
     cut: NDArray[np.bool_]
-    # int64 [sequences]: the rollout of each, a row of `scored`.
+    # int64 [sequences]: index into `scored` of each sequence's rollout.
     rows: NDArray[np.int64]
     outcomes: TaskOutcomes
-    # Prompt's id and rollout's index in its group, of each sequence.
+    # (prompt's id, index of the rollout in its group) of each sequence.
     places: list[tuple[str, int]]
-    # Rollouts that are neither trained nor count in baselines.
+    # Rollouts that are not trained and do not count in baselines.
     left_out: list[LeftOut]
 
     @classmethod
@@ -105,7 +105,7 @@ class TrainingBatch:
         return [sequence.columns[name] for sequence in self.sequences]
 
     def shares(self, count: int) -> list[list[TrainingSample]]:
-        """Return the sequences of `count` updates: whole groups, as even in number as possible, in drawing order."""
+        """Split the sequences into `count` updates: whole groups, in drawing order, as many in each as possible."""
         groups = np.unique(self.owners)
         parts = [part for part in np.array_split(groups, count) if len(part)]
         return [[self.sequences[row] for row in np.flatnonzero(np.isin(self.owners, part))] for part in parts]
@@ -117,11 +117,11 @@ def make_batch(
     """Return the samples of groups, and the outcome of each task.
 
     Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline. A group
-    left with none is dropped, one that teaches nothing may be filtered. Rollouts that were cut may be masked: they
+    without any other rollout is dropped. A group that teaches nothing may be filtered. Cut rollouts may be masked: they
     reach no update, but count in baselines.
 
-    version: of the weights that are trained; then sequences tell how many steps old each token is. Without advantages,
-    if these read columns that are computed: `add_column` brings both.
+    version: version of the weights to train. If given, the samples get a column with the age of each token, in steps.
+    If the advantages read columns that are still to be computed, the batch has no advantages until `add_column`.
     """
     outcomes = TaskOutcomes()
     left_out: list[LeftOut] = []
@@ -162,16 +162,16 @@ def make_batch(
 
 
 def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | None:
-    """Return the reason for which another group is to be sampled in place of this one; None to keep it.
+    """Return the reason why another group must be sampled in place of this one; None if this group is kept.
 
-    A group without a rollout that was scored is kept: it is dropped, and counted among the failures.
+    A group without any scored rollout is kept, since it is dropped later and counted among the failures.
     """
     scored = _scored_rollouts(group, _find_bad_rollouts(group))
     return why_left_out(scored, config) if scored and config.dynamic_sampling.filter else None
 
 
 def is_uniform(group: RolloutGroup) -> bool:
-    """Return whether the rollouts that `make_batch` leaves in have one reward."""
+    """Return True if all rollouts that `make_batch` does not leave out have the same reward."""
     return len({reward for _, reward in _scored_rollouts(group, _find_bad_rollouts(group))}) == 1
 
 
@@ -182,7 +182,7 @@ def _scored_rollouts(group: RolloutGroup, bad_rollouts: Container[int]) -> list[
 
 
 def _find_bad_rollouts(group: RolloutGroup) -> dict[int, LeftOut]:
-    """Return the rollouts with a log-prob of the generator that is not finite, by their index."""
+    """Return index -> `LeftOut` of the rollouts with a generator's log-prob that is not finite."""
     bad_rollouts = {}
     for rollout in group.rollouts:
         place = (group.task.id, rollout.id.index)
@@ -199,7 +199,7 @@ def _find_bad_token(
     place: prompt's id and rollout's index. values, sampled: [T] of a trajectory.
     """
     finite = np.isfinite(values)
-    # Nearly always true. It saves an array for each of a step's rollouts.
+    # Return early in the usual case, which saves an array for each rollout.
     if finite.all():
         return None
     bad_tokens = np.flatnonzero(sampled & ~finite)
@@ -218,10 +218,10 @@ def _find_bad_token(
 def add_column(
     batch: TrainingBatch, name: str, values: Rows[NDArray[np.float32]], config: GrpoSection, advantage: Advantage
 ) -> TrainingBatch:
-    """Return the batch with one more column, of values float32 [T] for each sequence, and the advantages it allows.
+    """Return the batch with one more column, and with advantages if this was the last column that they read.
 
-    A rollout whose values are not finite is left out, as `make_batch` does with one of the generator: its reward
-    counts in no baseline.
+    values: float32 [T] for each sequence. A rollout with a value that is not finite is left out: its reward counts in
+    no baseline.
     """
     bad_rollouts: dict[int, LeftOut] = {}
     for row, place, sequence, column in zip(batch.rows, batch.places, batch.sequences, values):
@@ -240,7 +240,7 @@ def add_column(
 
 
 def _select_sequences(batch: TrainingBatch, finite: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """Return the batch of the `finite` sequences, with the outcomes that `make_batch` would give."""
+    """Return the batch restricted to the `finite` sequences, with the outcomes that `make_batch` would give."""
     scored = batch.scored
     counts = np.ones(len(scored), np.bool_)
     counts[np.delete(batch.rows, finite)] = False
@@ -274,7 +274,7 @@ def _select_sequences(batch: TrainingBatch, finite: NDArray[np.int64], config: G
 
 
 def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatch:
-    """Return the batch to train, with its advantages; unchanged while a column that they need is missing."""
+    """Return the batch with its advantages; return it unchanged while a column that they read is missing."""
     needed_columns = set(advantage.columns)
     if not all(sequence.columns.keys() >= needed_columns for sequence in batch.sequences):
         return batch
@@ -283,11 +283,11 @@ def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatc
         sequences_by_rollout[row].append(sequence)
     scored = batch.scored
     if not scored.columns:
-        # `scored` has the columns from here on: the sequences of cut rollouts are dropped below.
+        # Copy the columns to `scored`, because the sequences of cut rollouts are dropped below.
         columns = {name: _sampled_column(sequences_by_rollout, name) for name in advantage.columns}
         scored = replace(scored, columns=columns)
     advantages = token_advantages(advantage, scored)
-    # The sequences of a rollout share its advantages, one after the other.
+    # A rollout's advantages cover its sequences, one after the other.
     advantaged = []
     for sequences, rollout_advantages in zip(sequences_by_rollout, advantages):
         ends = np.cumsum([int(np.count_nonzero(sequence.mask)) for sequence in sequences])[:-1]
@@ -313,7 +313,8 @@ def _sampled_column(sequences_by_rollout: Rows[Rows[TrainingSample]], name: str)
 
 
 def _restrict_outcomes(outcomes: TaskOutcomes, trained: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
-    """Return the outcomes with `trained` alone as trained; others are filtered or dropped. filtered: id -> reason."""
+    """Return the outcomes with only `trained` as trained; the others become filtered or dropped. filtered: id ->
+    reason."""
     restricted = TaskOutcomes([task_id for task_id in outcomes.trained if task_id in trained])
     restricted.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
     for task_id in outcomes.trained:
@@ -337,9 +338,9 @@ def training_sample(
     version: int | None = None,
     rollout: int | None = None,
 ) -> TrainingSample:
-    """Return a row to train on, with columns "rollout_log_prob", with a version "age", and "advantage" unless None.
+    """Return a row to train on, with the columns "rollout_log_prob", "age" if a version is given, and "advantage".
 
-    advantage: of all sampled tokens. rollout: see `TrainingSample`.
+    advantage: of every sampled token, or one number; None: no such column. rollout: see `TrainingSample`.
     """
     columns = {ROLLOUT_LOG_PROB.name: row.log_probs}
     if advantage is not None:

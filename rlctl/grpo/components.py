@@ -1,4 +1,4 @@
-"""Components of a GRPO run, as assembly makes them and the loop uses them."""
+"""Components of a GRPO run: assembly makes them, and the loop uses them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class Devices:
 
     trainer: int
     generator: int
-    # Distinct devices of the run.
+    # Number of distinct devices of the run.
     all: int
-    # The trainer's kind of device, which tells its peak.
+    # Name of the trainer's kind of device, from which its peak FLOPs follow.
     name: str
-    # FLOPs of training a token.
+    # FLOPs of training one token.
     flops: TrainingFlops
 
 
@@ -44,9 +44,9 @@ class GrpoComponents:
     recorder: RunRecorder
     devices: Devices
     monitor: ResourceMonitor
-    # Text of tokens with the special ones, for records.
+    # Decodes tokens to text, including special tokens, for records.
     decode: Decode
-    # Most common cause of failed rewards or episodes; empty where none failed.
+    # Returns the most common cause of failed rewards or episodes; empty if none failed.
     failure_cause: Callable[[], str]
-    # The same of tools, whose errors the model reads.
+    # Returns the most common cause of failed tools; empty if none failed.
     tool_cause: Callable[[], str]

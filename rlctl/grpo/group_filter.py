@@ -1,7 +1,7 @@
-"""Groups that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). Pure.
+"""Groups that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-A rollout whose advantage is 0 has no gradient. Where a step is full of such groups, it learns from few rollouts, and
-its gradient is noisier from step to step. `RolloutBuffer` samples other groups in their place.
+A rollout with advantage 0 has no gradient. A step with many such groups learns from few rollouts, and its gradient is
+noisy. `RolloutBuffer` samples other groups in their place.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ Filter = Literal["rewards", "accuracy"] | None
 
 
 def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> str | None:
-    """Return the reason for which a group teaches nothing; None if it does teach, or `by` is None.
+    """Return the reason why a group teaches nothing; None if it teaches something, or if `by` is None.
 
-    rewards, right: of the rollouts that count in the group's baseline. rewards: all are equal, so that every advantage
-    is 0. accuracy: 0 < number of right answers < group size fails (arXiv 2503.14476, equation 11); a reward for
-    anything else than the answer, such as its length, does not keep such a group.
+    rewards, right: rewards and correctness of the rollouts that count in the group's baseline. With `by` "rewards" a
+    group teaches nothing if all rewards are equal, so that every advantage is 0. With "accuracy" it teaches nothing if
+    all answers are right or all are wrong (arXiv 2503.14476, equation 11), even if rewards for length, say, differ.
     """
     if by == "rewards":
         return UNIFORM if len(set(rewards)) == 1 else None
@@ -32,7 +32,7 @@ def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> 
 
 
 def why_left_out(scored: Sequence[tuple[Rollout, float]], config: GrpoSection) -> str | None:
-    """Return the reason for which none of a group's rollouts is trained; None if some are.
+    """Return the reason why no rollout of a group is trained; None if at least one is trained.
 
     scored: the rollouts that count in the group's baseline, and their rewards.
     """

@@ -14,15 +14,15 @@ Floats = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Gap between generator and trainer over some tokens."""
+    """Gap between the log-probs g of the generator and o of the trainer, over some tokens."""
 
-    # Mean of exp|g - o|, 1 when equal; above 1.05 something is wrong (name and bound: NeMo-RL).
+    # Mean of exp|g - o|: 1 if g and o are equal. Above 1.05 something is wrong (name and bound: NeMo-RL).
     token_mult_prob_error: float
     # KL(generator || trainer) in nats a token.
     kl: float
     # Largest |g - o|.
     max_abs_diff: float
-    # Tokens that were compared.
+    # Number of tokens compared.
     tokens: int
 
 

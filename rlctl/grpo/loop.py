@@ -1,8 +1,8 @@
-"""The GRPO loop: sample, score, train, sync; one text for synchronous and asynchronous runs.
+"""The GRPO loop: sample, score, train, refit. The same code runs synchronous and asynchronous runs.
 
 `RolloutBuffer` bounds the age of trained groups. In a synchronous run the bound is 0: nothing is sampled for a step
-before the engines have the weights that it trains. `GrpoStep` times a step and records it; run/loop.py does the work
-between two steps: validation, checkpoints, health.
+before the engines have the weights that the step trains. `GrpoStep` times and records a step. `Loop` (run/loop.py) does
+the work between two steps: validation, checkpoints, health checks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,10 +51,10 @@ class GrpoLoop(Loop):
         self._parts = parts
         self._loss = make_loss(settled)
         self._advantage = make_advantage(config)
-        # Name -> role.
+        # Name of a column to compute -> role of the model that computes it.
         self._columns = roles_by_column({*self._loss.needs.columns, *self._advantage.columns})
-        # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
-        # column to compute, and advantages of a group's scope.
+        # True if groups are trained as soon as they are scored, as parts of one update. This needs an asynchronous run
+        # with one update in a step, no column to compute, and advantages that depend on one group only.
         self._streams = settled.streams_training and not self._columns
         self._warned_of_budget = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
@@ -97,7 +97,7 @@ class GrpoLoop(Loop):
             self._details["non_finite"] = f"first {step.left_out[0]}"
 
     def _say_not_replaced(self, step: GrpoStep) -> None:
-        """Warn of the run's first step that has fewer groups to train on than it should, its budget being used up."""
+        """Warn once if groups that teach nothing kept their place in a step, because its budget was used up."""
         rules = self._config.grpo.dynamic_sampling
         size = self._config.grpo.num_prompts_per_step
         if rules.filter and rules.max_extra and step.not_replaced and not self._warned_of_budget:
@@ -110,7 +110,7 @@ class GrpoLoop(Loop):
             self._parts.recorder.events.emit("warning", what=warning)
 
     def _updates(self, step: GrpoStep) -> Iterator[Iterable[list[TrainingSample]]]:
-        """Yield each update of the step, as the parts it consists of."""
+        """Yield each update of the step as an iterable of its parts."""
         if self._streams:
             yield self._parts_as_they_come(step)
             return
@@ -129,7 +129,7 @@ class GrpoLoop(Loop):
         yield from ([samples] for samples in batch.shares(self._config.grpo.updates_per_step))
 
     def _parts_as_they_come(self, step: GrpoStep) -> Iterator[list[TrainingSample]]:
-        """Yield the samples of the step's groups, as soon as scored ones are worth a call; the last ones last."""
+        """Yield the samples of the step's scored groups in parts, each once it has enough tokens to be worth a call."""
         is_last = False
         while not is_last:
             groups = self._buffer.take_part(step.version, self._parts.trainer.worthwhile, step.waiting)
@@ -141,7 +141,7 @@ class GrpoLoop(Loop):
             yield batch.sequences
 
     def _with_columns(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
-        """Add the columns that loss and advantage read, as long as a rollout is left: log-probs of each one's role."""
+        """Return the batch with the log-prob columns that loss and advantage read. Stop if no rollout is left."""
         for name, role in self._columns.items():
             if batch.sequences:
                 values = self._parts.trainer.log_probs(batch.sequences, role)
@@ -153,17 +153,17 @@ class GrpoLoop(Loop):
         return batch
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
-        """Return the exception for an update that is not finite. After an earlier update the weights are between two
-        steps, and no checkpoint is made."""
+        """Return the exception for an update that is not finite. It allows no checkpoint if an earlier update of the
+        step has changed the weights already."""
         if all(update.skip_cause for update in step.updates):
             return error
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"
         return HealthStop(f"{which}: {error}, as the updates before made them; {self._parts.recorder.newest}")
 
     def _sample_parity(self, step: GrpoStep, version: int) -> list[TrainingSample]:
-        """Sample tokens of `version` to compare with the trainer's; none in steps without a comparison.
+        """Sample tokens at `version` for a comparison with the trainer; return nothing in steps without a comparison.
 
-        Every `health.parity_every` steps there is one, in a run whose own tokens do not tell the mismatch.
+        A comparison is made every `health.parity_every` steps, in runs whose training tokens cannot show the mismatch.
         """
         every = self._config.health.parity_every
         if not self._config.compares_apart or not every or (step.version + 1) % every:
@@ -173,14 +173,14 @@ class GrpoLoop(Loop):
             return sample_parity(self._config, self._parts, tasks, version)
 
     def _compare_parity(self, step: GrpoStep, samples: list[TrainingSample]) -> None:
-        """Record the mismatch of the samples, whose version the trainer still has."""
+        """Record the mismatch of the samples. The trainer must still have the version that sampled them."""
         if samples:
             with step.phase("parity"):
                 gap = compare(self._parts, samples)
             step.measured[PARITY.name] = gap.token_mult_prob_error
 
     def validate(self) -> None:
-        """Measure every held-out task, greedy or by k samples of each. A rollout whose reward fails counts apart."""
+        """Measure every held-out task, greedily or with k samples. Rollouts with a failed reward are counted apart."""
         parts = self._parts
         if not parts.validation:
             return

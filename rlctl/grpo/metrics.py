@@ -1,4 +1,4 @@
-"""Metrics of one GRPO step, by the names of metric_rows.py. Pure."""
+"""Metrics of one GRPO step, under the names of metric_rows.py. Pure functions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -62,7 +62,7 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
 def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     """Return the metrics of a step's or a validation's episodes; empty without an environment.
 
-    A failed episode counts in `environment/failed` alone: it has no turns, and no reward.
+    A failed episode counts only in `environment/failed`, since it has no turns and no reward.
     """
     pairs = [(rollout, rollout.episode) for rollout in _all_rollouts(groups) if rollout.episode]
     played = [(rollout, episode) for rollout, episode in pairs if episode.ending != "failed"]
@@ -145,7 +145,7 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
 def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
     """Return mean, deviation and accuracy of the scored rollouts, and mean and failures of each reward.
 
-    A failure is no 0. A reward that failed everywhere has no mean.
+    A failed reward does not count as 0. A reward that failed for every rollout has no mean.
     """
     scored = [score for score in scores if score.value is not None]
     metrics = {"reward/failed": float(len(scores) - len(scored))}
@@ -181,7 +181,7 @@ def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
 
 
 def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
-    """Return the numbers of held-out groups: failed rewards apart, the others of the rollouts that were scored."""
+    """Return the metrics of held-out groups. Failed rewards are counted apart; all others are of scored rollouts."""
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
     flat = list(chain.from_iterable(scored))
     lengths = [rollout.num_sampled for rollout in _all_rollouts(groups) if rollout.rows]
@@ -255,7 +255,7 @@ def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
 
 
 def engine_metrics(interval: EngineInterval) -> dict[str, float]:
-    """Return the median and the slowest of several engines, tokens/s while they sampled, and the most idle one's share.
+    """Return the speed of the median and of the slowest engine, tokens/s while sampling, and the largest idle share.
 
     The number of metrics is the same for every number of engines. Empty for one engine, or until two have sampled.
     """
@@ -281,7 +281,7 @@ def engine_metrics(interval: EngineInterval) -> dict[str, float]:
 def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     """Return the generator's speed while it sampled, and the shares of the time in which it was idle or paused.
 
-    Engines that were replaced meanwhile are left out, since their totals began again. Empty if no engine reported.
+    Engines that were replaced meanwhile are left out, because their totals restarted. Empty if no engine reported.
     """
     if not interval.pairs:
         return {}
@@ -290,7 +290,7 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     tokens = interval.increase("tokens")
     steps = interval.increase("steps")
     return {
-        # Engines that are left out have devices too: a rate is of the devices that were counted.
+        # Scaled to the devices of the engines that were counted.
         throughput.GENERATION.name: tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
         throughput.GENERATOR_IDLE.name: min(1.0, max(0.0, 1 - busy / elapsed)),
         "idle/generator_refit": min(1.0, interval.increase("paused") / elapsed),
@@ -323,18 +323,18 @@ def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int
 
 
 def length_metrics(sampled: list[int]) -> dict[str, float]:
-    """Return lengths of all rollouts that were sampled during the step; those trained should not be shorter."""
+    """Return the lengths of all rollouts sampled during the step, to see if trained ones are shorter on average."""
     if not sampled:
         return {}
     return {"length/sampled_mean": float(np.mean(sampled)), "length/sampled_p90": float(np.percentile(sampled, 90))}
 
 
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step's updates, each as its row says: their mean, the first one's, or their sum.
+    """Return the metrics of a step's updates, combined as each metric's row says: mean, first update's value, or sum.
 
-    The mean over tokens of an age is weighted by their share. The mismatch is the first update's, made by the weights
-    that sampled. So is ratio/clipped_first, the share of tokens that bounds hold before the policy has moved. It is
-    left out where the ratio is to older weights.
+    Metrics of tokens of one age are weighted by the share of these tokens. The mismatch is the first update's, which is
+    made by the weights that sampled. ratio/clipped_first is the first update's too: the share of tokens that bounds
+    hold before the policy has moved. It is left out if the ratio is relative to older weights.
     """
     measured_updates = [update for update in updates if update]
     metrics: dict[str, float] = {}
@@ -359,7 +359,7 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
 
 
 def refit_metrics(report: RefitReport) -> dict[str, float]:
-    """Return a refit's metrics; none where engines were brought to the version a second time."""
+    """Return a refit's metrics; empty if engines were lost during the refit."""
     if not report.bytes:
         return {}
     turns = {"refit/rest": report.rest, "refit/wake": report.wake} if report.wake else {}

@@ -1,4 +1,4 @@
-"""Soft punishment of answers that come near the longest one (DAPO, arXiv 2503.14476, section 3.4). Pure."""
+"""Soft penalty of answers near the maximal length (DAPO, arXiv 2503.14476, section 3.4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> floa
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """Scores the groups that are trained: the rewards, less the penalty of length. Validation is scored without."""
+    """Scores training groups, and subtracts the length penalty from their rewards. Validation has no penalty."""
 
     score: ScoreGroups
     longest: int
@@ -32,7 +32,7 @@ class OverlongPenalty:
     penalty: float
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with scores, of which the penalty is a part named `overlong`. A failed reward stays so."""
+        """Return the groups with scores. The penalty is the part `overlong` of a score. Failed rewards stay failed."""
         return [
             replace(group, rollouts=[replace(rollout, score=self._punish(rollout)) for rollout in group.rollouts])
             for group in self.score(groups)
@@ -49,7 +49,7 @@ class OverlongPenalty:
 
 
 def training_score(config: GrpoConfig, score: ScoreGroups) -> ScoreGroups:
-    """Return the scorer of the groups that are trained."""
+    """Return the function that scores training groups: `score`, with the length penalty if the config has one."""
     rules = config.grpo.overlong
     if rules.penalty_tokens is None:
         return score

@@ -1,7 +1,7 @@
-"""Trainer and generator must agree on weights and on log-probs: the probe before step 1, and the parity of later steps.
+"""Checks that trainer and generator agree on weights and log-probs: a probe before step 1, and comparisons later.
 
-Checksums show that every tensor arrived as sent; sampled tokens show that both sides load and compute it in the same
-way.
+Checksums show that every tensor arrived as sent. Log-probs of sampled tokens show that both sides load and compute the
+weights in the same way.
 """
 
 import math
@@ -25,13 +25,13 @@ from rlctl.rollout.types import Sampling
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.workers.errors import WorkerError
 
-# Fewest prompts of a comparison, and fewest for each engine.
+# Fewest prompts in a comparison, and fewest prompts for each engine.
 PROMPTS = 8
 PER_ENGINE = 2
 # Most tokens of an answer.
 TOKENS = 16
-# Largest mean of exp|trainer - generator|. In float32 no engine may be farther away, and one that was measured has a
-# bound near that (`bound_of`). In bfloat16 more needs a second look: the field's own bound (NeMo-RL's documentation
+# Largest mean of exp|trainer - generator| without a second measurement. In float32 no engine may exceed it; a measured
+# engine has a tighter bound (`bound_of`). In bfloat16 a larger gap needs a second measurement (NeMo-RL's documentation
 # calls more than 1.05 a defect of the framework).
 BOUNDS = {"float32": UNMEASURED, "bfloat16": 1.05}
 # A right engine rounds about as much as the trainer does. Measured: 0.8 to 1.2 times (grpo/README.md). A step rounds
@@ -55,7 +55,7 @@ class Rounding:
 
     @property
     def explains(self) -> bool:
-        """True if neither side is much farther from float32 than the other: one that is computes something else."""
+        """True if neither side is much farther from float32 than the other. Otherwise one side computes it wrongly."""
         gaps = (self.trainer - 1, self.engine - 1)
         return all(map(math.isfinite, gaps)) and max(gaps) <= _AS_MUCH * min(gaps)
 
@@ -81,15 +81,15 @@ class OwnRounding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of a gap."""
+    """Judgement of a gap between trainer and generator."""
 
     agree: bool
-    # Empty where the gap is within the dtype's bound.
+    # Empty if the gap is within the dtype's bound.
     explanation: str = ""
 
 
 def bound_of(settled: SettledGrpo, device: Device, dtype: str) -> float:
-    """Return the largest gap that needs no second look."""
+    """Return the largest gap that is accepted without a second measurement."""
     if dtype != "float32" or settled.facts is None:
         return BOUNDS[dtype]
     return engine_rules(settled.config.generation.engine).float32_bound(device, settled.facts)
@@ -101,10 +101,10 @@ def judge(
     rounding: Callable[[], Rounding | OwnRounding | None],
     bound: float | None = None,
 ) -> Verdict:
-    """Judge a gap by its bound; where it is larger, by the rounding of both sides.
+    """Judge a gap by its bound. If the gap is larger, judge it by the rounding of both sides.
 
-    A deep model with wide logits rounds to more than the field's bound on both sides, and is computed right.
-    rounding: measures it; returns None where the trainer has no second pass. bound: see `bound_of`; None: the dtype's.
+    On a deep model with wide logits, correct computations may round to more than the bound on both sides. rounding:
+    measures the rounding; returns None if the trainer cannot. bound: see `bound_of`; None: the dtype's bound.
     """
     if gap.token_mult_prob_error <= (bound or BOUNDS[dtype]):
         return Verdict(True)
@@ -113,7 +113,7 @@ def judge(
     try:
         measured = rounding()
     except WorkerError as error:
-        # A layer may not fit the device in float32. The gap is the reason to tell.
+        # The pass may fail, for example if a layer in float32 does not fit the device.
         return Verdict(False, f"the trainer's pass in float32 failed: {first_line(error)}")
     return Verdict(measured.explains, str(measured)) if measured else Verdict(False)
 
@@ -150,10 +150,10 @@ def probe(
     warn: Callable[[str], object] = lambda text: None,
     bound: float | None = None,
 ) -> Mismatch:
-    """Sync with checksums, sample a few tokens, compare log-probs.
+    """Refit with all checksums, sample a few tokens, and compare log-probs.
 
-    warn: told of a gap above the bound that rounding explains. bound: see `judge`. Raises RefitError naming the first
-    tensor that arrived changed, or ProbeError if log-probs differ by more although every tensor arrived intact.
+    warn: called with a text if a gap above the bound is explained by rounding. bound: see `judge`. Raises RefitError
+    that names the first tensor that arrived changed, and ProbeError if log-probs differ with all tensors intact.
     """
     parts.pool.sync(version, "all")
     samples = sample_parity(config, parts, tasks, version)
@@ -194,7 +194,7 @@ def probe(
 def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> list[TrainingSample]:
     """Sample a few tokens from the whole distribution while trainer and generator both have `version`.
 
-    Other requests go on meanwhile. Empty if every episode failed.
+    Other requests continue meanwhile. Returns an empty list if every episode failed.
     """
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
@@ -206,6 +206,6 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
 
 
 def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
-    """Return the gap of the samples' log-probs to the trainer's, which still has their version."""
+    """Return the gap between the samples' log-probs and the trainer's. The trainer must still have their version."""
     engine = [sample.columns["rollout_log_prob"] for sample in samples]
     return mismatch(engine, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

@@ -46,22 +46,22 @@ class GrpoStep:
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
         self.training = partial(self.phase, "train")
-        # Read now, not at the last step's end: tokens of a validation belong to no step.
+        # Read at the begin of the step, so that the tokens of a validation before it do not count.
         self._stats = parts.dispatcher.stats()
         self._groups: list[list[RolloutGroup]] = []
         self._batches: list[TrainingBatch] = []
         self.updates: list[Update] = []
-        # Metrics that come from outside of the updates.
+        # Metrics that no update returns, such as the mismatch of a comparison.
         self.measured: dict[str, float] = {}
 
     def waiting(self, cause: str) -> AbstractContextManager[None]:
-        """Time a wait: generation and reward are phases of a synchronous step, and idle times of the trainer else."""
+        """Time a wait for rollouts or scores: a phase of a synchronous step, idle time of an asynchronous trainer."""
         if self._async:
             return self.phase(f"idle_{cause}")
         return self.phase("reward" if cause == "scores" else "generation")
 
     def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
-        """Return the groups' samples, with their advantages unless these read columns that are computed."""
+        """Return the groups' batch. It has no advantages yet if these read columns that are still to be computed."""
         with self.phase("advantage"):
             return make_batch(groups, self._config.grpo, self._advantage, self.version if self._async else None)
 
@@ -94,12 +94,12 @@ class GrpoStep:
 
     @property
     def skipped_updates(self) -> list[str]:
-        """Cause for which each update of the step made no optimizer step; empty for one that was made."""
+        """For each update of the step, the cause why it made no optimizer step; empty if it made one."""
         causes = {NO_GRADIENT: f"{NO_GRADIENT}: no advantage differs from 0, or bounds hold each token that has one"}
         return [causes.get(update.skip_cause, update.skip_cause) for update in self.updates] or [NO_TOKEN]
 
     def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
-        """Write the step's metrics and its rollouts. refit: of the sync that ended it."""
+        """Write the step's metrics and its rollouts. refit: report of the refit that ended the step."""
         parts = self._parts
         number = self.version + 1
         groups = list(chain.from_iterable(self._groups))
@@ -109,7 +109,7 @@ class GrpoStep:
         ended = groups + [group for group, _ in waste.filtered]
         metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
         metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
-        # The lengths are taken in any case: the buffer would pile them up.
+        # The lengths are taken even if they are not recorded, because the buffer would collect more and more.
         lengths = buffer.sampled_lengths()
         if self._async:
             metrics |= age_metrics(groups, self.version, buffer.occupancy(), self._config.async_.max_age)

@@ -1,7 +1,7 @@
-"""Validation: samples held-out tasks as a run does every `validation.every` steps, and scores them.
+"""Validation: samples and scores held-out tasks.
 
-A GRPO run's own validation, that of an SFT run by a recipe, and `rlctl eval` are this code. Equal weights, tasks and
-seeds therefore give equal numbers.
+GRPO runs, SFT runs whose recipe asks for samples, and `rlctl eval` all use this code. So equal weights, tasks and seeds
+give equal numbers.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from rlctl.run.recorder import RunRecorder
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out tasks, and the parts that sample and score them. The engines hold the weights."""
+    """Held-out tasks, and the parts that sample and score them. Measures the weights that the engines serve."""
 
     config: GrpoConfig
     dispatcher: RolloutDispatcher
@@ -30,10 +30,10 @@ class Validation:
     tasks: Sequence[Task]
 
     def groups(self, version: int, places: range | None = None) -> list[RolloutGroup]:
-        """Return the scored groups of the tasks at `places`, every task for None, in order.
+        """Return the scored groups of the tasks at `places`, in order. places: None: all tasks.
 
-        Seeds follow from `run.seed`, the weights' version, and a task's place among all: a part of the tasks is sampled
-        as it is within the whole. Raises the errors of `RolloutDispatcher.sample`.
+        Seeds follow from `run.seed`, the weights' version, and a task's place among all tasks. So a part of the tasks
+        gets the same samples as in the whole. Raises the errors of `RolloutDispatcher.sample`.
         """
         places = range(len(self.tasks)) if places is None else places
         config = self.config.validation
@@ -51,16 +51,16 @@ class Validation:
 
 @dataclass(frozen=True)
 class SampledValidation:
-    """Validation of weights that another algorithm trains: engines get their version for this alone."""
+    """Validation of weights that another algorithm trains. Engines get these weights only for validations."""
 
     validation: Validation
     pool: GeneratorPool
     recorder: RunRecorder
-    # Text of tokens with the special ones, for records.
+    # Decodes tokens to text, including special tokens, for records.
     decode: Decode
 
     def measure(self, version: int) -> dict[str, float]:
-        """Return the metrics of the trainer's weights, which are of `version`, and record some groups.
+        """Return the metrics of the trainer's weights, and record some groups. version: version of these weights.
 
         Raises the errors of `GeneratorPool.sync` and `Validation.groups`.
         """
@@ -77,6 +77,6 @@ class SampledValidation:
         return validation_metrics(groups)
 
     def close(self) -> None:
-        """Sample no more."""
+        """Stop sampling for good."""
         self.validation.runner.close()
         self.validation.dispatcher.close()

@@ -1,8 +1,7 @@
-"""The base of every advantage: its input as columns, their groups, and the spread of its result over the sampled
-tokens.
+"""Base class of every advantage: its input as columns, sums over groups, and advantages of sampled tokens.
 
-Groups are told apart by task identity, never by equal prompts. Pure numpy; the order of rollouts changes no bit of
-any rollout's advantage, in the ones that rlctl has.
+Groups are distinguished by their tasks, never by equal prompts. Only numpy is used. In rlctl's own advantages, the
+order of the rollouts does not change a single bit of any advantage.
 """
 
 import math
@@ -26,35 +25,35 @@ from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
-# Keeps a division finite where values differ by rounding alone; the value verl and NeMo-RL use.
+# Added to divisors, for values that differ only by rounding. verl and NeMo-RL use the same value.
 EPSILON = 1e-6
 
 
 class AdvantageError(ValueError):
-    """A user's advantage that raised, or gave other values than it must; one line for the user."""
+    """A user's advantage raised, or returned invalid values. The message is one line."""
 
 
 class AdvantageShapeError(AdvantageError):
-    """Advantages of another number or shape than `Advantage.__call__` allows."""
+    """A user's advantage returned a number or shape of values that `Advantage.__call__` does not allow."""
 
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """n rollouts that have a score, as columns. ValueError: a reward that is not finite, columns of unequal length."""
+    """n scored rollouts, as columns. Raises ValueError for a reward that is not finite or columns of unequal length."""
 
-    # int64 [n]: a number for each group, any numbers in any order.
+    # int64 [n]: number of each rollout's group. Groups may have any numbers, in any order.
     group: NDArray[np.int64]
-    # float64 [n]: weighted sum of the rewards, penalties included.
+    # float64 [n]: weighted sum of the rewards, including penalties.
     reward: Floats
-    # Reward name -> float64 [n], before its weight; a penalty is among them.
+    # Name of a reward or penalty -> float64 [n], before weighting.
     parts: Mapping[str, Floats]
-    # Reward name -> weight in the sum.
+    # Name of a reward or penalty -> weight in the sum.
     weights: Mapping[str, float]
-    # bool [n]: true if the rollout is correct by the reward that decides.
+    # bool [n]: true if the rollout is correct (by `rewards.N.correct_at`).
     right: NDArray[np.bool_]
-    # int64 [sampled tokens] a rollout: turn that each sampled token is of, counted from 0; each turn has a token.
+    # For each rollout, int64 [sampled tokens]: the turn of each sampled token, counted from 0, without gaps.
     turns: Rows[NDArray[np.int64]]
-    # Name -> float32 [sampled tokens] a rollout: the columns that the advantage names in `Advantage.columns`.
+    # Name of a column in `Advantage.columns` -> for each rollout, float32 [sampled tokens].
     columns: Mapping[str, Rows[Floats32]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +88,8 @@ class ScoredRollouts:
 
     @classmethod
     def join(cls, batches: "Rows[ScoredRollouts]") -> "ScoredRollouts":
-        """Return all rollouts, without `columns`. Batches have the same rewards, and groups of different numbers."""
+        """Return the rollouts of all batches, without `columns`. All batches have the same rewards; no two batches have
+        equal group numbers."""
         names = dict.fromkeys(chain.from_iterable(batch.parts for batch in batches))
         parts = {}
         weights: dict[str, float] = {}
@@ -128,27 +128,27 @@ class ScoredRollouts:
         )
 
     def groups(self) -> Iterator[NDArray[np.intp]]:
-        """Yield the rows of each group, by their reward."""
+        """Yield for each group the indices of its rollouts, sorted by reward."""
         sorted_values = self.by_group(self.reward)
         yield from np.split(sorted_values.order, sorted_values.starts[1:]) if len(self) else ()
 
     def by_group(self, values: ArrayLike) -> "GroupedValues":
-        """Return a value of each rollout, [n], sorted by group."""
+        """Return values sorted by group. values: one for each rollout, [n]."""
         return GroupedValues.sort(np.asarray(values, np.float64), self.group)
 
 
 @dataclass(frozen=True)
 class GroupedValues:
-    """A value of each rollout, sorted by (group, value), so that no sum over a group depends on the rollouts' order.
+    """Values of n rollouts, sorted by (group, value), so that no sum over a group depends on the rollouts' order.
 
-    Arrays with a value for each group are [groups]. Arrays with one for each rollout are [n], in sorted order.
+    Arrays with one value for each group are [groups]. Arrays with one value for each rollout are [n], in sorted order.
     """
 
     # float64 [n].
     values: Floats
-    # intp [n]: row of each sorted value.
+    # intp [n]: index of the rollout of each sorted value.
     order: NDArray[np.intp]
-    # intp [groups]: place of each group's first value, and the number of its values.
+    # intp [groups]: index of each group's first value, and the number of its values.
     starts: NDArray[np.intp]
     sizes: NDArray[np.intp]
 
@@ -161,7 +161,7 @@ class GroupedValues:
 
     @cached_property
     def mean(self) -> Floats:
-        """Mean of each group; in a group of equal values exactly this value, without rounding."""
+        """Mean of each group, [groups]. For a group of equal values it is exactly this value, without rounding."""
         first = self.values[self.starts]
         uniform = first == self.values[self.starts + self.sizes - 1]
         mean: Floats = np.where(uniform, first, np.add.reduceat(self.values, self.starts) / self.sizes)
@@ -174,12 +174,12 @@ class GroupedValues:
 
     @cached_property
     def std(self) -> Floats:
-        """Sample standard deviation of each group (divisor size - 1); 0 for one value."""
+        """Sample standard deviation of each group, [groups] (divisor: size - 1); 0 for a group of one value."""
         variance: Floats = np.add.reduceat(self.centred**2, self.starts) / np.maximum(self.sizes - 1, 1)
         return np.sqrt(variance)
 
     def spread(self, per_group: ArrayLike) -> Floats:
-        """Return each value's [n] of its group's, [groups]."""
+        """Return for each sorted value the number of its group, [n]. per_group: one number for each group, [groups]."""
         spread: Floats = np.repeat(np.asarray(per_group, np.float64), self.sizes)
         return spread
 
@@ -194,14 +194,14 @@ class GroupedValues:
 class Advantage(ABC):
     """Advantage of rollouts, turns or tokens over others. The fields are the keys of its section."""
 
-    # Rollouts that one advantage depends on: those of its group, or all of the step.
+    # Rollouts that one advantage depends on: the rollouts of its group, or all rollouts of the step.
     scope: ClassVar[AdvantageScope] = "group"
     # Names of `preflight.columns.COLUMNS` that it reads. The step computes them before the advantages.
     columns: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
-        """Return the advantage of each rollout, [n], or one array a rollout: [turns] or [sampled tokens]."""
+        """Return the advantage of each rollout, [n], or for each rollout one array: [turns] or [sampled tokens]."""
 
     @classmethod
     def from_config(cls, config: GrpoConfig) -> Self:
@@ -220,10 +220,10 @@ def make_advantage(config: GrpoConfig) -> Advantage:
 
 
 def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDArray[np.float32]]:
-    """Return the advantage of every sampled token, float32 [sampled tokens] a rollout.
+    """Return the advantages of the sampled tokens: for each rollout, float32 [sampled tokens].
 
-    AdvantageShapeError: advantages of other shapes than `Advantage.__call__` allows. AdvantageError: they are not
-    finite, or a user's class raises.
+    Raises AdvantageShapeError if shapes differ from those that `Advantage.__call__` allows, and AdvantageError if
+    values are not finite or a user's class raises.
     """
     name = type(advantage).__name__
     advantages = _call_advantage(advantage, rollouts)
@@ -253,7 +253,7 @@ def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDA
 
 
 def _call_advantage(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
-    """Return the advantages. AdvantageError: a user's class raises, or returns a value without a length."""
+    """Call the advantage. Raises AdvantageError if a user's class raises or returns a value without a length."""
     kind = type(advantage)
     try:
         advantages = advantage(rollouts)

@@ -1,4 +1,4 @@
-"""A user's advantage tried on made-up rewards before a run starts, to find errors that would end the first step."""
+"""Trial of a user's advantage on made-up rewards before a run starts, to find errors that would end the first step."""
 
 from collections.abc import Iterable
 
@@ -19,17 +19,18 @@ from rlctl.utils.user_code import looks_like_bug
 
 
 class UnusableAdvantageError(AdvantageError, UserError):
-    """An advantage that no run can use; one line for the user."""
+    """A user's advantage cannot be used in any run. The message is one line."""
 
 
 _WHAT = "grpo.advantage.name={}, tried on made-up rewards of 0 and 1"
 
 
 def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
-    """Return a line on how it went, and True if it failed; nothing for rlctl's own, or where rewards have no names yet.
+    """Return a line for the user on the trial, and True if it failed. The line is empty if nothing was tried: for
+    rlctl's own advantages, and if rewards have no names yet, as an environment's before an episode.
 
-    An environment's rewards have none before an episode. Rewards of a run may lie elsewhere, so most failures need not
-    refuse it. Raises UnusableAdvantageError for a wrong number of advantages, and for a bug, in any run.
+    Rewards of the run may differ from the made-up ones, so most failures do not refuse the run. Raises
+    UnusableAdvantageError for a wrong number of advantages, and for a bug.
     """
     name = config.grpo.advantage.name
     if ":" not in name:
@@ -49,7 +50,7 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
 
 
 def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
-    """Return a group of both rewards, and one of equal ones unless the config filters such groups.
+    """Return a group with two different rewards, and a group with equal ones unless the config filters such groups.
 
     columns: names of the columns that the advantage reads.
     """

@@ -1,10 +1,11 @@
-"""The frame of every policy loss: its inputs, importance weight, KL and entropy terms, mean and metrics.
+"""Base class of every policy loss: its inputs, importance weight, KL and entropy terms, mean and metrics.
 
 A loss is a frozen dataclass that adds one method, `PolicyLoss.policy`, which reads as its paper's formula. It keeps the
 contract of `training.interface.Loss`: picklable, and a sum that does not depend on how samples were packed.
 
-Symbols of a token, given those before it: pi the policy, mu the generator, q the old policy, ref the reference, A the
-advantage. Ratio r = pi / q. rho = q / mu. Exponents are held within +-20; a NaN is not hidden.
+Symbols: pi, mu, q and ref are the probabilities of a token, given the tokens before it, under the policy, the
+generator, the old policy and the reference. A is the advantage, r = pi / q the ratio, rho = q / mu. Exponents are
+clipped to +-20; NaN stays NaN.
 """
 
 import sys
@@ -29,21 +30,21 @@ from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.utils.user_code import load_module, load_object
 
 Proximal = Literal["rollout", "recompute", "current"]
-# tokens: over the update's tokens. rollouts: over its rollouts, of each one's mean over its tokens. A number L: the sum
-# over tokens, divided by L and the number of rollouts.
+# tokens: mean over the update's tokens. rollouts: mean over rollouts of each rollout's mean over its tokens. A number L:
+# sum over tokens, divided by L and by the number of rollouts.
 Mean = Literal["tokens", "rollouts"] | float
 
 
 @dataclass
 class PolicyTokens:
-    """The tokens of one micro-batch, as a policy loss reads them: [T] each, 0 at unmasked tokens.
+    """The T tokens of one micro-batch, for a policy loss. Every property is [T], and 0 at unmasked tokens.
 
-    Everything but `log_prob` and `ratio` is a constant. Reading a column that the loss does not name raises KeyError.
+    Only `log_prob` and `ratio` have a gradient. Reading a column that the loss does not name raises KeyError.
     """
 
     batch: TokenBatch
     proximal: Proximal
-    # age_decay to the power of the token's age: the factor of a bound's distance from 1.
+    # [T] or a number: age_decay to the power of the token's age. It scales the distance of each bound from 1.
     shrink: Tensor | float = 1.0
 
     @property
@@ -68,7 +69,7 @@ class PolicyTokens:
 
     @cached_property
     def old_log_prob(self) -> Tensor:
-        """log q: of mu, of the policy before the step's first update, or of the policy as it is, as `proximal` says."""
+        """log q. As `proximal` says, q is mu, the policy before the step's first update, or the present policy."""
         if self.proximal == "rollout":
             return self.rollout_log_prob
         return self.log_prob.detach() if self.proximal == "current" else self.column("proximal_log_prob")
@@ -85,7 +86,7 @@ class PolicyTokens:
 
     @cached_property
     def rollout_lengths(self) -> Tensor:
-        """Masked tokens of each rollout, [R], at least 1."""
+        """Number of masked tokens of each rollout, [R], at least 1."""
         counted = self.mask.to(self.batch.log_probs.dtype)
         return counted.new_zeros(self.batch.num_rollouts).index_add(0, self.batch.rollout, counted).clamp(min=1)
 
@@ -106,10 +107,10 @@ class PolicyTerm:
 
     # With gradient: the quantity to minimise, before the importance weight.
     value: Tensor
-    # bool: tokens that a lower and an upper bound hold; None: the loss has no bounds.
+    # bool [T]: tokens held by a lower bound, and tokens held by an upper bound; None: the loss has no bounds.
     low: Tensor | None = None
     high: Tensor | None = None
-    # The ratio that the bounds are about; None: pi / q.
+    # [T]: the ratio to which the bounds apply; None: pi / q.
     ratio: Tensor | None = None
     # Name -> [T], finite: metrics of the loss's own, means over tokens. `PolicyLoss.metrics` declares them.
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -141,7 +142,8 @@ class PolicyLoss(ABC):
     columns: ClassVar[tuple[str, ...]] = ()
     # True: `policy` reads `rollout_mean` or `rollout_lengths`.
     whole_rollouts: ClassVar[bool] = False
-    # True: `proximal` auto is recompute in every run, for the bounds are narrower than engine and trainer agree.
+    # True: `proximal` auto means recompute in every run, since the bounds are narrower than the gap between engine and
+    # trainer.
     recomputes: ClassVar[bool] = False
     # True: the loss has bounds of the ratio.
     clips: ClassVar[bool] = False
@@ -179,7 +181,7 @@ class PolicyLoss(ABC):
 
     @property
     def mean_over(self) -> Mean:
-        """The mean that the terms are summed to."""
+        """The kind of mean that is taken over the terms of tokens."""
         return "tokens"
 
     @property
@@ -197,7 +199,7 @@ class PolicyLoss(ABC):
 
     @abstractmethod
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
-        """Return the policy term of every token. It may depend on the token's rollout, and on no other one."""
+        """Return the policy term of every token. It may depend on the token's rollout, but on no other rollout."""
 
     def normalizer(self, totals: Totals) -> float:
         if not totals.tokens or self.mean_over == "tokens":
@@ -287,10 +289,10 @@ class PolicyLoss(ABC):
         return weight, metrics
 
     def _policy_gap(self, tokens: PolicyTokens) -> dict[str, Tensor]:
-        """Return the gap between policy and generator at each token, where no separate pass measures it.
+        """Return the gap between policy and generator at each token, if no separate pass measures it.
 
-        In the first update of a step the policy is the one that sampled, so it is the gap between the two engines, at
-        no further pass. Names and formulas are those of logprob_mismatch.py.
+        In the first update of a step the policy has the weights that sampled. So this is the gap between trainer and
+        engine, without a further pass. Names and formulas are those of logprob_mismatch.py.
         """
         if self.proximal == "recompute":
             return {}

@@ -1,6 +1,6 @@
-"""Checks that a loss keeps its contract, on made-up rollouts in float64: `rlctl loss check`, and rlctl's own tests.
+"""Checks that a loss keeps its contract, on made-up rollouts in float64. For `rlctl loss check` and rlctl's own tests.
 
-Each check returns the problem in one line, with the numbers and the remedy, or None.
+Each check returns None, or the problem in one line with numbers and remedy.
 """
 
 import math
@@ -57,11 +57,11 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An update as some micro-batches give it."""
+    """Result of an update that consists of some micro-batches."""
 
-    # Sum over its normalizer.
+    # Summed loss divided by the normalizer.
     loss: float
-    # By the row's log-probs, and by its entropy, of every row in turn; divided too.
+    # For each row, the gradient by its log-probs and then by its entropy, both divided by the normalizer.
     gradients: list[Tensor]
     means: dict[str, float]
     maxima: dict[str, float]
@@ -161,9 +161,9 @@ def _metric_difference(first: dict[str, float], second: dict[str, float]) -> str
 
 
 def check_loss(loss: PolicyLoss) -> list[CheckResult]:
-    """Return every property of the contract, and whether the loss has it: as it is, and off-policy with a KL term.
+    """Check every property of the contract, for the loss as it is, and for an off-policy update with a KL term.
 
-    A `policy` that cannot be called, or gives no terms, is the only result: nothing else could be looked at.
+    If `policy` cannot be called or returns no terms, this is the only result, since nothing else can be checked.
     """
     if problem := _policy(loss):
         return [CheckResult("policy", problem)]

@@ -8,12 +8,12 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 Bounds = tuple[float, float]
 
-# exp(20) = 4.9e8: beyond it a ratio is broken anyway, and float32 sums of its square still stay finite.
+# exp(20) = 4.9e8. A larger ratio is meaningless anyway, and float32 sums of squares of this one stay finite.
 MAX_LOG = 20.0
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(x) of x held within +-20, where its gradient is 0 beyond. A NaN stays one."""
+    """Return exp(x) with x clipped to +-20. Outside the gradient is 0. NaN stays NaN."""
     return x.clamp(-MAX_LOG, MAX_LOG).exp()
 
 
