@@ -1,9 +1,9 @@
-"""The interface between a loss and the trainers: a loss's input and output, and the division of sums.
+"""Port `Loss` between a loss and the trainers: a loss's input and output, and the division of sums.
 
-A loss sees one packed micro-batch at a time and returns sums over it. The trainer adds those sums over micro-batches,
+A loss gets one packed micro-batch at a time and returns sums over it. The trainer adds these sums over micro-batches,
 ranks and parts of an update. It then divides once: the reduced gradients by `Loss.normalizer`, before norm and
-clipping, and each metric by its weight. The result of an update therefore does not depend on how its samples were
-packed, shared out over ranks or split into parts.
+clipping, and each metric by its weight. So the result of an update does not depend on how its samples were packed,
+distributed over ranks or split into parts.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ MicroBatch = list[TrainingSample]
 class Totals:
     """Counts over all ranks, micro-batches and parts of one update."""
 
-    # Tokens whose mask is true.
+    # Number of tokens whose mask is true.
     tokens: int
-    # Rows, each a `TrainingSample`.
+    # Number of rows, each a `TrainingSample`.
     sequences: int
-    # Rollouts, each of one row or several.
+    # Number of rollouts. A rollout has one row or several.
     rollouts: int
 
     def __add__(self, other: "Totals") -> "Totals":
@@ -33,26 +33,26 @@ class Totals:
 
 @dataclass(frozen=True)
 class LossNeeds:
-    """Needs of a loss beyond tokens and mask. The loop provides them, and nothing else."""
+    """Inputs that a loss needs besides tokens and mask. The loop provides only these columns."""
 
     # Names of `preflight.columns.COLUMNS`.
     columns: frozenset[str] = frozenset()
-    # All rows of a rollout in one micro-batch.
+    # True if all rows of a rollout must be in one micro-batch.
     whole_rollouts: bool = False
 
 
 @dataclass
 class TokenBatch:
-    """One packed micro-batch of T tokens, S sequences and R rollouts, as a loss sees it.
+    """Input of a loss: one packed micro-batch of T tokens, S sequences and R rollouts.
 
-    Tensors are on the trainer's device. R is S where each rollout has one row.
+    Tensors are on the trainer's device. R equals S if each rollout has one row.
     """
 
     # float32 [T], with gradient: log-prob of each token under the tempered policy; 0 where the mask is false.
     log_probs: Tensor
     # float32 [T], with gradient: entropy of the tempered policy at each token; 0 where the mask is false.
     entropy: Tensor
-    # bool [T]: true at the tokens that count.
+    # bool [T]: true at the tokens to train on.
     mask: Tensor
     # Name -> [T, *shape]: the samples' columns.
     columns: dict[str, Tensor]
@@ -70,10 +70,10 @@ class TokenBatch:
 class LossOutput:
     """Sums over one micro-batch; all tensors are scalars on the micro-batch's device."""
 
-    # With gradient. A sum that is divided by nothing: the trainer divides its gradient by `Loss.normalizer`.
+    # With gradient. An undivided sum: the trainer divides its gradient by `Loss.normalizer`.
     loss: Tensor
-    # name -> (sum, weight), without gradient. The metric is the update's sum over its weight; without weight it is
-    # left out of the record.
+    # name -> (sum, weight), without gradient. The metric is the update's total sum divided by its total weight; with a
+    # total weight of 0 it is not recorded.
     means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # name -> value, without gradient. The metric is the largest value of the update.
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -84,16 +84,16 @@ class Loss(Protocol):
 
     @property
     def needs(self) -> LossNeeds:
-        """Needs of the loss beyond tokens and mask."""
+        """Inputs that the loss needs besides tokens and mask."""
         ...
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
-        """Return the sums of one micro-batch. Their totals must not depend on how samples were packed into it.
+        """Return the sums of one micro-batch. Totals over micro-batches must not depend on how samples were packed.
 
-        A micro-batch without a masked token has a loss of 0 that keeps its graph.
+        For a micro-batch without any masked token, the loss must be 0 and still have its graph for the backward pass.
         """
         ...
 
     def normalizer(self, totals: Totals) -> float:
-        """Return the divisor of the update's summed gradient; 0 where there is nothing to train on."""
+        """Return the divisor of the update's summed gradient; 0 if there is nothing to train on."""
         ...

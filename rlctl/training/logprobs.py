@@ -1,7 +1,7 @@
-"""Log-probs and entropy from hidden states, a chunk of tokens at a time.
+"""Log-probs and entropy from hidden states, computed in chunks of tokens.
 
-Logits of the last chunks, which the backward pass reads first, are kept where there is room. Other logits are computed
-again. Softmax is in float32 throughout.
+Logits of the last chunks, which the backward pass reads first, are kept if there is room. The backward pass computes
+all other logits again. Softmax is always in float32.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _IDENTITY = LogitTransform()
 
 @dataclass(frozen=True)
 class Split:
-    """This rank's part of a vocabulary shared out over `group`: the rows of the weight from `first` on."""
+    """This rank's part of a vocabulary that the ranks of `group` divide: the rows of the weight from `first` on."""
 
     group: dist.ProcessGroup
     first: int
@@ -157,7 +157,7 @@ def _backward(
     if grad_entropy is not None:
         grad = (log_p + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
     if grad_log_probs is not None:
-        # A comparison, not a scatter: a scatter would keep the passes over the logits from being one.
+        # A comparison, because a scatter would prevent the fusion of all passes over the logits into one.
         is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         grad = grad + p.neg_().add_(is_target).mul_(grad_log_probs[:, None])
     if softcap is not None:
@@ -193,13 +193,13 @@ def _compile_for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
     fused = compile_for_packs(function)
 
     def run_on_chunk(logits: Tensor, *arguments: Any) -> Any:
-        # torch.compile takes a size of one for a constant, and would compile for 10 s for a single row.
+        # torch.compile treats a size of 1 as a constant, and would compile again for 10 s for a single row.
         if len(logits) == 1:
             return function(logits, *arguments)
         # A constant, so that no division by an unknown size finds the place of a logit.
         torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
-        # Copies: of a view torch.compile looks at the size of the whole, and would compile for 10 s for the first pack
-        # of one chunk, and for the first of several.
+        # Copies, because for a view torch.compile reads the size of the whole tensor, and would compile again for 10 s
+        # for the first pack of one chunk, and for the first pack of several chunks.
         copies = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
         return fused(logits, *copies)
 
@@ -249,7 +249,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, entropy, normalizer = ctx.saved_tensors
         compute = _compile_for_chunks(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
-        # A frozen head needs no gradients: they would cost a product, and memory for float32 numbers.
+        # Skip the gradients of a frozen head, which would cost a product, and memory for float32 numbers.
         _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad_bias else None

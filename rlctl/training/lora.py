@@ -1,6 +1,6 @@
-"""Linear layers with a low-rank adapter, as PEFT computes and draws them, over frozen weights.
+"""Linear layers with a low-rank adapter over frozen weights, computed and initialized as in PEFT.
 
-Adapters are float32. Their layers compute in the dtype that FSDP casts them to, in the order that engines compute in.
+Adapters are float32. Their layers compute in the dtype that FSDP casts them to, in the same order as engines do.
 No layer here merges an adapter into its weights: `models/merge_adapter.py` writes a merged model from two folders.
 """
 
@@ -40,7 +40,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Linear(spec.rank, base.out_features, bias=False, device="meta")
         self.scale = spec.scale
         self.dropout = spec.dropout
-        # False where the base alone is wanted.
+        # False while the layer must compute without its adapter.
         self.adapts = True
 
     def forward(self, input: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class LoraLinear(nn.Linear):
 def add_adapters(lm: Any, spec: AdapterSpec) -> None:
     """Freeze every parameter of a causal LM on the meta device, and add adapters to the targets.
 
-    Comes before `fully_shard`. The adapters are on the meta device too.
+    Call it before `fully_shard`. The adapters are on the meta device too.
     """
     lm.requires_grad_(False)
     for target in spec.targets:
@@ -69,10 +69,10 @@ def add_adapters(lm: Any, spec: AdapterSpec) -> None:
 
 @dataclass(frozen=True)
 class FirstAdapters:
-    """Adapters before their first update: those of a folder, or drawn as PEFT draws them."""
+    """Initial values of adapters: read from a folder, or drawn as in PEFT."""
 
     spec: AdapterSpec
-    # PEFT's folder; None: they are drawn.
+    # PEFT folder with the values; None: they are drawn.
     folder: Path | None
     seed: int
 
@@ -110,9 +110,9 @@ def without_adapters(lm: nn.Module) -> Iterator[None]:
 
 
 def needs_attention(micro_batches: Iterable[MicroBatch]) -> bool:
-    """Return True if a token is trained that has two before it.
+    """Return True if any trained token has at least two tokens before it.
 
-    Only such a token's loss depends on queries and keys. The second token of a row follows one, which has all weight.
+    Only the loss of such a token depends on queries and keys: the second token of a row attends to one token only.
     """
     return any(bool(sample.mask[2:].any()) for batch in micro_batches for sample in batch)
 
@@ -121,10 +121,10 @@ def needs_attention(micro_batches: Iterable[MicroBatch]) -> bool:
 def require_moved(
     sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float, attends: bool
 ) -> Iterator[bool]:
-    """Raise RuntimeError on all ranks if the optimizer step within the block leaves a B as it was; name that B.
+    """Raise RuntimeError on all ranks if the optimizer step within the block leaves a B matrix unchanged; name that B.
 
-    Yields True if the step is checked. It is not without adapters, at a rate of 0, or where no rank's samples need
-    attention. The first step that is checked moves every B. Changes of later steps may round to none.
+    Yields True if the step is checked. It is not checked without adapters, at a learning rate of 0, or if no rank's
+    samples need attention. Only the first checked step must change every B: later changes may round to zero.
     sent: rows that refits send. shards: returns this rank's parts, as a refit reads them. attends: `needs_attention` of
     this rank's samples.
     """
@@ -164,31 +164,31 @@ def _sum_bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> dict[s
 
 @dataclass(frozen=True)
 class Base:
-    """The model below adapters, for their export."""
+    """The base model of adapters, as their export describes it."""
 
-    # As adapter_config.json names it: a folder, or a hub name.
+    # Name in adapter_config.json: a folder, or a hub name.
     name: str
-    # `digest_of_weights` of its folder.
+    # `digest_of_weights` of the base model's folder.
     digest: str
     linears: tuple[LinearLayer, ...]
-    # See `meta_model.text_in_whole`.
+    # Beginnings of the text model's names, from `meta_model.text_in_whole`.
     place: tuple[str, str]
 
 
 @dataclass(frozen=True)
 class AdapterJob:
-    """PEFT's folder as the export of a checkpoint, which rank 0 writes."""
+    """Export of a checkpoint with adapters: a PEFT folder, which rank 0 writes."""
 
     folder: Path
     spec: AdapterSpec
     base: Base
-    # Files of the base that go along; None on other ranks than 0.
+    # Further files of the base model to copy; None on ranks other than 0.
     companions: Companions | None
-    # Whole tensors by their names in memory; none on other ranks than 0.
+    # Name in memory -> whole tensor; empty on ranks other than 0.
     tensors: dict[str, Tensor]
 
     def write(self) -> int:
-        """Write the folder; return 0: no rank shares a file with another. Raises OSError."""
+        """Write the folder; return 0, since no file is written by several ranks. Raises OSError."""
         if self.companions:
             rows = {row.name: row for row in self.spec.tensors}
             write_adapter(

@@ -1,7 +1,7 @@
-"""Training samples, and the plan that assigns each to a rank and a micro-batch. Pure, no torch.
+"""Training samples, and the plan that assigns each sample to a rank and a micro-batch. No torch.
 
-A micro-batch is a pack, its sequences end to end. For a model that cannot be packed it has a row for each sequence, all
-as long as its longest, and computes rows times longest tokens.
+A micro-batch is a pack: its sequences are concatenated. For a model that cannot be packed, a micro-batch has one row
+for each sequence, padded to the longest, and computes (number of rows) x (longest length) tokens.
 
 Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. Ranks that train the same
 sequences count as one rank here.
@@ -18,19 +18,20 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One row of T tokens: a chat, or a rollout, or one of the rows of a rollout whose history was rewritten.
+    """One row of T tokens: a chat, a rollout, or one row of a rollout whose history was rewritten.
 
-    Everything is aligned to its token: index t of a mask, a log-prob or a field is about tokens[t] given tokens[:t].
-    Index 0 has no context, so its mask is false.
+    All columns are aligned to tokens: index t of the mask or of a column belongs to tokens[t] given tokens[:t]. Token 0
+    has no context, so its mask is false.
     """
 
     # int32 [T].
     tokens: NDArray[np.int32]
-    # bool [T]: true where the token counts.
+    # bool [T]: true at the tokens to train on.
     mask: NDArray[np.bool_]
     # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    # Number of the rollout within an update's part, the same in each of its rows. None: the row is a whole rollout.
+    # Number of the rollout within a part of an update, equal for all rows of the rollout. None: the row is a whole
+    # rollout.
     rollout: int | None = None
 
     def __len__(self) -> int:
@@ -39,16 +40,16 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class PackingStats:
-    """Fill of the micro-batches of some steps."""
+    """Statistics on how full the micro-batches of some steps are."""
 
     steps: int
-    # Micro-batches of a rank, mean over the steps.
+    # Mean number of micro-batches of a rank in a step.
     micro_batches: float
-    # Tokens over the room of all micro-batches. Empty ones, which keep ranks in step, count too.
+    # Tokens divided by the capacity of all micro-batches, including empty ones, which keep ranks in lockstep.
     filled: float
-    # Tokens of the rank with most, over the mean.
+    # Tokens of the rank with most tokens, divided by the mean over ranks.
     busiest: float
-    # Share of the computed tokens that fill rows up; 0 for packs.
+    # Share of the computed tokens that are padding; 0 for packs.
     padding: float = 0.0
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int, padded: b
 
 
 def row_tokens(plan: list[list[list[int]]], lengths: list[int]) -> int:
-    """Return the tokens that are computed where each sequence has a row: those of all rows, padding too."""
+    """Return the number of tokens, including padding, that are computed if each sequence has a row."""
     tokens = 0
     for batch in chain.from_iterable(plan):
         if batch:
@@ -95,7 +96,7 @@ def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
     index_of: dict[int | tuple[int], int] = {}
     indices = []
     for row, rollout in enumerate(rollouts):
-        # A tuple equals no rollout's number.
+        # A tuple, which differs from every rollout's number.
         key: int | tuple[int] = (row,) if rollout is None else rollout
         indices.append(index_of.setdefault(key, len(index_of)))
     return np.array(indices, np.int64)
@@ -126,14 +127,15 @@ def plan_whole_rollouts(
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int, padded: bool = False) -> list[list[list[int]]]:
-    """Share sequences out: result[rank][micro_batch] is a list of indices into `lengths`.
+    """Distribute sequences: return result[rank][micro_batch], a list of indices into `lengths`.
 
-    Every index is there exactly once. No micro-batch holds more than `max_tokens` tokens. All ranks have equally many
-    micro-batches, of which some at the end may be empty. The longest sequence comes first; each goes to the rank with
-    the fewest tokens, then to that rank's first micro-batch with room. Raises ValueError for a sequence longer than
-    `max_tokens`.
+    Every index occurs exactly once. No micro-batch has more than `max_tokens` tokens. All ranks have the same number of
+    micro-batches; the last ones may be empty. Sequences are assigned from the longest to the shortest: each goes to the
+    rank with the fewest tokens, and there to the first micro-batch with room. Raises ValueError for a sequence longer
+    than `max_tokens`.
 
-    padded: sequences have a row each. Padding counts then, and no row of a micro-batch is below half of its longest.
+    padded: True if each sequence has a padded row. Padding then counts as tokens, and no row of a micro-batch is
+    shorter than half of the longest.
     """
     items = [_Item(rows=1, longest=length, tokens=length) for length in lengths]
     return _plan_items(items, ranks, max_tokens, padded)
@@ -141,11 +143,11 @@ def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int, padded: 
 
 @dataclass(frozen=True)
 class _Item:
-    """One sequence, or all rows of a rollout, in one micro-batch."""
+    """One sequence, or all rows of a rollout, which must be in one micro-batch."""
 
     rows: int
     longest: int
-    # Tokens that a pass computes, padding too.
+    # Number of tokens that a pass computes, including padding.
     tokens: int
 
     @classmethod

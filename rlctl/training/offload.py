@@ -1,7 +1,7 @@
-"""Moves a trainer's state between its device and the host, so that it is where the table has it, phase by phase.
+"""Moves a trainer's state between its device and the host, to the place that the residency table has for each phase.
 
-Copies go through one page-locked buffer a state, made at its first use and kept, on a separate stream. The way out
-overlaps the pass over log-probs, the way back the forward and backward pass.
+Each state has one page-locked host buffer, made at its first use and kept. Copies run on a separate stream: to the host
+during the pass over log-probs, back to the device during the forward and backward pass.
 """
 
 import weakref
@@ -23,8 +23,8 @@ _ALIGNED = 512
 class OffloadedTensors:
     """A fixed set of tensors that move together: all are on the device, on the host, or nowhere.
 
-    They move by their storages: the tensors remain the same objects, empty while they are away. No other tensor may
-    share a storage. Every method is called from one thread.
+    Their storages move: the tensors remain the same objects, and are empty while they are away. No other tensor may
+    share one of their storages. All methods must be called from one thread.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -36,7 +36,7 @@ class OffloadedTensors:
                 storages[storage._cdata] = storage
         self._storages = list(storages.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
-        # Where each storage begins in the host buffer, in bytes.
+        # Storage -> its first byte in the host buffer.
         self._starts: dict[int, int] = {}
         self._room = 0
         for key, size in zip(storages, self._sizes):
@@ -57,8 +57,8 @@ class OffloadedTensors:
     def move(self, place: Place) -> int:
         """Bring the tensors to `place`; return the bytes copied, 0 if they are there already.
 
-        The call waits for no copy. On the way out the device's memory is free as soon as its copy is done. After the
-        way back `wait` comes before the tensors are used. Tensors that were nowhere come back as zeros.
+        The call does not wait for the copies. After a move to the host, device memory is free as soon as its copy is
+        done. After a move to the device, call `wait` before using the tensors. Tensors that were nowhere become zeros.
         """
         if place == self.place:
             return 0
@@ -74,15 +74,15 @@ class OffloadedTensors:
         return copied
 
     def wait(self) -> None:
-        """Have work queued on the current stream from now on find the tensors back on the device."""
+        """Have work that is queued on the current stream from now on wait until the tensors are on the device."""
         self._stream.lead()
 
     def settle(self) -> None:
-        """Wait until every copy is done: only then may the host read or write a tensor of `at_hand`."""
+        """Wait until every copy is done. Only then may the host read or write a tensor from `at_hand`."""
         self._stream.wait()
 
     def take_seconds(self) -> float:
-        """Take the seconds of the copies that ended since the last call, with any work meanwhile."""
+        """Return the seconds of the copies that ended since the last call."""
         # Copies end in their order.
         ended_copies = [span for span in self._copies if span[1].is_reached()]
         self._copies = self._copies[len(ended_copies) :]
@@ -113,7 +113,7 @@ class OffloadedTensors:
             if self._device.type == "cuda":
                 lock_pages(self._buffer, "offloaded state")
                 weakref.finalize(self, unlock_pages, self._buffer, self._stream).atexit = False
-        # Behind the current stream, which computed the tensors, or had other tensors in their memory until now.
+        # After the work of the current stream, which computed the tensors, or used their memory until now.
         self._stream.follow()
         begin = self._stream.mark()
         with self._stream:
@@ -130,7 +130,7 @@ class OffloadedTensors:
 
 
 class OffloadManager:
-    """Holds a trainer's state to the table: `enter` a phase, and everything goes where that phase wants it."""
+    """Moves a trainer's states by the residency table: `enter` a phase, and each state moves to that phase's place."""
 
     def __init__(self, table: Residency, states: Mapping[State, Iterable[Tensor]]) -> None:
         """states: the tensors that this backend moves, by kind; states without an entry remain as they are.
@@ -148,7 +148,7 @@ class OffloadManager:
         self._taken_totals = self.totals()
 
     def add(self, state: State, tensors: Iterable[Tensor]) -> None:
-        """Move one more state from now on. Its tensors are on the device until the next `enter`."""
+        """Add a state to move. Its tensors are on the device until the next `enter`."""
         self._offloaded_sets[state] = OffloadedTensors(_select_movable(tensors))
 
     def enter(self, phase: Phase) -> None:
@@ -158,7 +158,7 @@ class OffloadManager:
             self.moved[phase]["to_device" if place == "device" else "to_host"] += offloaded.move(place)
 
     def wait(self) -> None:
-        """Call `OffloadedTensors.wait` of every set: before the first use of tensors that may have come back."""
+        """Call `OffloadedTensors.wait` of every set, before the first use of tensors that may have moved back."""
         for offloaded in self._offloaded_sets.values():
             offloaded.wait()
 
@@ -183,7 +183,7 @@ class OffloadManager:
     def take_metrics(self) -> dict[str, float]:
         """Take offload/to_host_gb, offload/to_device_gb and offload/seconds since the last call.
 
-        Empty if no byte moved. Seconds are those of the copies: a step loses fewer, where computing goes on meanwhile.
+        Empty if no byte moved. The seconds are the copies' durations; a step loses less time if it computes meanwhile.
         """
         totals_before = self._taken_totals
         self._taken_totals = self.totals()
@@ -232,7 +232,7 @@ def unlock_pages(buffer: Tensor, stream: DeviceStream) -> None:
 
 
 class FrozenWeights:
-    """Weights of a role that is not trained: on the host, put in the policy's place while they are needed."""
+    """Weights of a role that is not trained. They are on the host, and replace the policy's while they are needed."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         """weights: this rank's part, by name, in the compute dtype (forward passes round to that dtype anyway)."""
@@ -240,7 +240,7 @@ class FrozenWeights:
 
     @contextmanager
     def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
-        """Have `live` hold these weights within the block, and afterwards its own again, bit for bit."""
+        """Within the block, copy these weights into `live`; afterwards restore the weights of `live`, bit for bit."""
         live_copies = {name: _copy_to_host(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():

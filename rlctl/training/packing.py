@@ -1,4 +1,4 @@
-"""One micro-batch as flat tensors, its sequences end to end, no padding; and torch.compile for packs of every size."""
+"""One micro-batch as flat tensors of concatenated sequences without padding; torch.compile for packs of every size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlctl.preflight.declared_columns import COLUMNS
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
-# Two tokens: torch.compile takes a size of one for a constant, and would compile everything again.
+# Two tokens, because torch.compile treats a size of 1 as a constant, and would compile everything again.
 _MASKED_PAIR = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
@@ -39,7 +39,7 @@ class Packed:
 
 
 def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
-    """Pack the sequences in their order. An empty micro-batch becomes two masked tokens, for the collectives' sake.
+    """Pack the sequences in their order. An empty micro-batch becomes two masked tokens, so that collectives run.
 
     Raises ValueError for an empty sequence, or if sequences differ in the names of their columns.
     """
@@ -77,7 +77,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
 
 
 def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatch:
-    """Return a pack as a loss sees it. log_probs, entropy: float32 [T]."""
+    """Return the input of a loss for a pack. log_probs, entropy: float32 [T]."""
     return TokenBatch(
         log_probs=log_probs,
         entropy=entropy,

@@ -1,4 +1,4 @@
-"""Profiles of some updates: a Chrome trace and a table of the dearest operations for each rank."""
+"""Profiles of some updates: for each rank, a Chrome trace and a table of the most expensive operations."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ class Cost:
     """The cost of one kind of operation."""
 
     name: str
-    # On the device, without the operations it calls.
+    # Seconds on the device, without the operations that it calls.
     seconds: float
     # Share of all operations' seconds.
     share: float
@@ -43,7 +43,7 @@ class Profiled:
     wall: float
     # Share of the wall time in which the device worked.
     busy: float
-    # Dearest first.
+    # Most expensive first.
     costs: list[Cost]
 
 
@@ -96,7 +96,7 @@ class Profiler:
         draft = folder / f".partial-trainer-{self._rank}"
         uncompressed_trace = folder / f".partial-trainer-{self._rank}.json"
         profile.export_chrome_trace(str(uncompressed_trace))
-        # Not by torch, which compresses as hard as it can: for minutes, if the model is large.
+        # Compressed here at level 1, because torch compresses at the highest level: minutes for a large model.
         with uncompressed_trace.open("rb") as source, gzip.open(draft, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target)
         uncompressed_trace.unlink()

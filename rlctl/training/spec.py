@@ -1,4 +1,4 @@
-"""Recipe of a trainer rank: plain data that travels to its process."""
+"""Specification of a trainer rank: plain data that travels to its process."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlctl.training.rank_checkpoint import Copies
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The parts a rank is made of."""
+    """Specification of one trainer rank."""
 
     config: TrainerSettings
     # Hugging Face folder.
@@ -19,19 +19,19 @@ class TrainerSpec:
     tokenizer_path: str
     rank: int
     world: int
-    # Where ranks meet: tcp://host:port, served by rank 0, or file://path.
+    # Address at which ranks meet: tcp://host:port, served by rank 0, or file://path.
     init_method: str
     # cpu, or cuda:N with N this rank's device.
     device: str
-    # Log-probs are of the policy tempered by this.
+    # Temperature by which logits are divided before log-probs are computed.
     temperature: float
-    # Updates that the learning-rate schedule runs over.
+    # Number of updates over which the learning-rate schedule runs.
     total_updates: int
     seed: int
     profile: ProfileSpec | None
     # The models whose log-probs the run needs, besides the policy's.
     roles: Mapping[Role, RoleModel]
-    # PEFT's folder of the adapters' first values; None: they are drawn.
+    # PEFT folder of the adapters' initial values; None: they are drawn.
     adapter_folder: str | None = None
     # The model's name in an export of adapters; None: `model_path`.
     base_name: str | None = None

@@ -1,4 +1,4 @@
-"""The trainer group as the loops use it: whole batches in, results out, for any number of ranks."""
+"""The trainer group: takes whole batches from the loops, splits them over the ranks, and returns results."""
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
@@ -40,14 +40,14 @@ NO_GRADIENT = "its gradient is exactly 0"
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch as it travels."""
+    """A batch, split into the shares of the ranks."""
 
     # Every rank's share.
     shares: list[RankBatch]
     totals: Totals
-    # Lengths of all sequences, each once, also where several ranks get it.
+    # Lengths of all sequences. A sequence counts once, even if several ranks get it.
     lengths: list[int]
-    # Tokens that fill rows up, for a model that is not packed; None for packs.
+    # Number of padding tokens, for a model that cannot be packed; None for packs.
     padding: int | None = None
 
 
@@ -62,25 +62,25 @@ class Update:
         self._totals = Totals(0, 0, 0)
         self._tokens = 0
         self._padding = 0
-        # The last part, if the ranks do not have it yet.
+        # The last part, if it was not sent to the ranks yet; else None.
         self._unsent: PreparedBatch | None = None
         # Number of parts with samples.
         self.parts = 0
-        # True if the ranks have a part.
+        # True if any part was sent to the ranks.
         self._has_sent = False
-        # The loss's, train/grad_norm and train/lr, once the update is made. Empty if nothing was accumulated, or
-        # nothing that counts.
+        # Metrics of the finished update: the loss's, train/grad_norm and train/lr. Empty if no token was accumulated
+        # that counts.
         self.metrics: dict[str, float] = {}
 
     @property
     def skip_cause(self) -> str:
-        """Cause for which no optimizer step was made; empty if one was."""
+        """Cause why no optimizer step was made; empty if one was made."""
         if not self.metrics:
             return NO_TOKEN
         return "" if self.metrics[GRAD_NORM.name] else NO_GRADIENT
 
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
-        """Add the gradients of some samples, any number of times."""
+        """Add the gradients of some samples. May be called any number of times."""
         with self._timed():
             batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples, self._loss.needs)
             if not batch.totals.sequences:
@@ -112,22 +112,22 @@ class Update:
         except WorkerError as error:
             if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
                 raise
-            # The rank that holds a bad gradient names it. The others know only that there is one.
+            # Raise the longest text: only the rank that holds a bad gradient can name it.
             raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
         if self.metrics and self._trainer.padded:
             self.metrics["train/padding"] = self._padding / (self._tokens + self._padding)
 
     def _discard(self, error: Exception) -> None:
-        # Ranks that are dead or stuck would not answer.
+        # Dead or hanging ranks would not answer.
         if self._has_sent and not isinstance(error, WorkerDied | WorkerTimeout):
             with suppress(WorkerError, WorkerDied, WorkerTimeout):
                 self._trainer.group.call(TrainerWorker.discard)
 
 
 class TrainerGroup:
-    """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
+    """Splits batches over a group's data shards, in micro-batches of at most `micro_batch_tokens`.
 
-    The ranks of a shard get the same sequences and give the same answers about them.
+    All ranks of a data shard get the same sequences and return equal answers.
     """
 
     def __init__(self, group: WorkerGroup, section: TrainerSettings) -> None:
@@ -136,14 +136,14 @@ class TrainerGroup:
         # True for a model whose sequences have a row each.
         self.padded = section.is_padded
         layout = layout_of(section)
-        # Shard of data of each rank.
+        # Number of the data shard of each rank.
         self._shards = layout.shards
         # Fewest tokens of a part of an update that are worth a call: whole groups fill the last of their micro-batches
         # half, and a pipeline needs several to keep its stages busy.
         self.worthwhile = 2 * layout.pipeline * section.micro_batch_tokens * layout.data
 
     def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
-        """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""
+        """Split a batch into the shares of the ranks. May run on any thread, also while the ranks work."""
         # A sequence without a number is a whole rollout.
         numbers = {sequence.rollout for sequence in sequences if sequence.rollout is not None}
         whole_rollouts = sum(sequence.rollout is None for sequence in sequences)
@@ -159,14 +159,14 @@ class TrainerGroup:
 
     @contextmanager
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
-        """Make one optimizer update of the samples that the block accumulates.
+        """Make one optimizer update with the samples that the block accumulates.
 
         Leaving the block makes the step and fills `Update.metrics`. An exception in the block discards everything.
 
-        in_parts: ranks get each part at once, to work on it while others are being sampled. Otherwise the last part
-        is held back and travels with the step: an update of one part is one call. Raises FloatingPointError, with
-        nothing updated, for a loss or a gradient norm that is not finite. timed: makes a context for each span in
-        which the update itself works, and not the block around it.
+        in_parts: True if ranks get each part at once, and work on it while other rollouts are being sampled. Otherwise
+        the last part is held back and sent with the step, so that an update of one part is one call. Raises
+        FloatingPointError, with nothing updated, for a loss or a gradient norm that is not finite. timed: makes a
+        context for each span in which the update itself works, excluding the work of the block.
         """
         update = Update(self, loss, in_parts, timed)
         try:
@@ -182,11 +182,11 @@ class TrainerGroup:
         return self._run_shares(TrainerWorker.evaluate, sequences, loss)[0]
 
     def warm_up(self, count: int, length: int, loss: Loss, columns: Mapping[str, Role] = NO_COLUMNS) -> None:
-        """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update.
+        """Run forward and backward passes over `count` made-up sequences of `length` tokens, without an update.
 
         columns: name -> role, of the columns to compute too, which loads each role's weights.
         """
-        # Various tokens: equal tokens would all go to the same experts.
+        # Different tokens, because equal tokens would all go to the same experts.
         tokens = np.arange(length, dtype=np.int32) % self.info()["vocab_size"]
         sequences = [TrainingSample(tokens, mask=np.ones(length, np.bool_))] * count
         self._run_shares(TrainerWorker.warm_up, sequences, loss)
@@ -205,7 +205,7 @@ class TrainerGroup:
         plan = self._plan_batch(sequences)
         arguments = [(share,) for share in self._make_shares(plan, sequences)]
         answers = self.group.run(TrainerWorker.exact_log_probs, arguments)
-        # All ranks have one backend: all answers are None, or none is.
+        # All ranks have the same backend, so either all answers are None or none is.
         log_probs_of_ranks = [answer for answer in answers if answer is not None]
         return self._order_by_sequence(plan, sequences, log_probs_of_ranks) if log_probs_of_ranks else None
 
@@ -248,7 +248,7 @@ class TrainerGroup:
     ) -> list[NDArray[np.float32]]:
         """Return each sequence's part of the ranks' answers."""
         parts: list[Any] = [None] * len(sequences)
-        # Ranks of one shard have equal answers: the last counts.
+        # Ranks of one data shard have equal answers; `dict` keeps the last one.
         for shard, column in dict(zip(self._shards, columns_of_ranks)).items():
             start = 0
             for index in chain.from_iterable(plan[shard]):

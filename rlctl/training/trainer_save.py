@@ -1,4 +1,4 @@
-"""The driver's side of a checkpoint's trainer part: it asks every rank, and joins the digests of what they wrote."""
+"""The driver's side of a checkpoint's trainer part: waits for every rank, and joins the digests of written files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.utils.digests import join_pieces
 from rlctl.workers.group import DEADLINE_KNOB, WorkerGroup
 
-# Slowest writing that is waited for, bytes/s a rank.
+# Slowest rate of writing that the deadline allows, bytes/s of a rank.
 _SLOWEST = 50e6
 
 
@@ -20,9 +20,9 @@ class TrainerSave:
     group: WorkerGroup
     folder: Path
     export: Path | None
-    # Bytes of the rank that writes the most, its export left out.
+    # Bytes of the rank that writes most, without its part of the export.
     largest_bytes: int
-    # Reason why no step may train before it is written; empty if one may.
+    # Reason why steps must wait until the save is written; empty if they may train meanwhile.
     wait_cause: str
 
     @classmethod
@@ -40,7 +40,7 @@ class TrainerSave:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds that writing may take: those of every call, and more for more bytes."""
+        """Seconds that writing may take: the deadline of every call, or more if there are many bytes."""
         return self.group.deadline_s + self.largest_bytes / _SLOWEST
 
     def finish(self) -> dict[Path, tuple[int, str]]:

@@ -30,8 +30,8 @@ from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 from rlctl.utils.user_code import load_module, load_object
 
 Proximal = Literal["rollout", "recompute", "current"]
-# tokens: mean over the update's tokens. rollouts: mean over rollouts of each rollout's mean over its tokens. A number L:
-# sum over tokens, divided by L and by the number of rollouts.
+# tokens: mean over the update's tokens. rollouts: mean over rollouts of each rollout's mean over tokens.
+# A number L: sum over tokens, divided by L and by the number of rollouts.
 Mean = Literal["tokens", "rollouts"] | float
 
 

@@ -34,9 +34,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpTrainer(TrainerRank):
-    """float32 masters, sharded by rows over the ranks of a replica.
+    """Trainer rank with float32 master weights, sharded by rows over the ranks of a replica.
 
-    Every backward pass adds the gradients up over these ranks, an update adds them up over the replicas, once.
+    Every backward pass sums the gradients over the ranks of a replica. The end of an update sums them once over the
+    replicas.
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -87,8 +88,8 @@ class FsdpTrainer(TrainerRank):
                 sent_tensors[name] = buffer
         self._sent_tensors: Named = sent_tensors
         self._optimizer = self._make_optimizer()
-        # Gradients are freed after each update: of the table's states, AdamW's two moments of every parameter alone are
-        # moved, 8 bytes a parameter. Step counts take next to nothing.
+        # Only AdamW's two moments are moved, of the states in the residency table: 8 bytes for each parameter.
+        # Gradients are freed after each update, and step counts take almost no memory.
         moments = [local(state[key]) for state in self._optimizer.state.values() for key in _MOMENTS]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"optimizer": moments})
@@ -214,7 +215,7 @@ class FsdpTrainer(TrainerRank):
                 normalizer=normalizer,
                 max_norm=max_norm,
             )
-        # The optimizer's own pass divides whole tensors: a pass less over all gradients.
+        # The optimizer's own pass divides the gradients, which saves a pass over all gradients.
         divided_norm, factor = clipping(
             gradients.items(), norm=norm, loss=total_loss, normalizer=normalizer, max_norm=max_norm
         )
