@@ -25,7 +25,12 @@ def test_wheel_and_sdist_are_whole_and_the_wheel_works(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     (sdist,) = tmp_path.glob("*.tar.gz")
     packed = set(zipfile.ZipFile(wheel).namelist())
-    assert {"rlctl/py.typed", "rlctl/share/configs/grpo.yaml", "rlctl/share/recipes/grpo-tiny.yaml"} <= packed
+    assert {
+        "rlctl/py.typed",
+        "rlctl/share/configs/grpo.yaml",
+        "rlctl/share/recipes/grpo-tiny.yaml",
+        "rlctl/share/examples/README.md",
+    } <= packed
     assert not any(name.startswith("tests/") for name in packed)
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}
