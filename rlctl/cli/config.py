@@ -1,6 +1,7 @@
 """`rlctl config`: shows a run's config: values with their origins, mistakes, and the meaning of each key."""
 
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +9,7 @@ import typer
 from rlctl.cli.arguments import Arguments, note_repeats, split_any
 from rlctl.cli.completion import complete_config
 from rlctl.cli.output import ShownProgress, console, examples, note, say
-from rlctl.config.errors import ConfigError
+from rlctl.config.errors import ConfigError, Problem
 
 app = typer.Typer(help="Show, check and compare the configs of runs.", no_args_is_help=True)
 
@@ -101,9 +102,50 @@ def diff(
         console().print(table, soft_wrap=False)
 
 
-@app.command(epilog=examples("rlctl config reference > configs/README.md"))
-def reference() -> None:
+@app.command(
+    "import",
+    epilog=examples("rlctl config import grpo_math.yaml", "rlctl config import ppo_trainer.yaml -o mine.yaml"),
+)
+def import_(
+    file: Annotated[
+        Path, typer.Argument(help="A config of verl, NeMo-RL or prime-rl, YAML or TOML.", show_default=False)
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the draft to this file; if left out, print it.")
+    ] = None,
+) -> None:
+    """Draft a recipe from another tool's config, with a comment on each line that has no counterpart."""
+    from rlctl.config.import_peer import draft_recipe
+    from rlctl.preflight.load import load
+
+    if output is not None and output.exists():
+        raise ConfigError([Problem(str(output), "", "exists; name another file")])
+    draft = draft_recipe(file)
+    if output is None:
+        typer.echo(draft.text, nl=False)
+        note([draft.summary()])
+        return
+    output.write_text(draft.text, encoding="utf-8")
+    say(f"{output}: {draft.summary()}")
+    try:
+        load(None, str(output), [])
+    except ConfigError as error:
+        note(f"to be mended: {problem}" for problem in error.problems)
+    say(f"check it: rlctl config check {shlex.quote(str(output))}")
+
+
+@app.command(
+    epilog=examples(
+        "rlctl config reference > configs/README.md", "rlctl config reference --peers > configs/COMING_FROM.md"
+    )
+)
+def reference(
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Print the keys of TRL, verl, NeMo-RL and prime-rl with rlctl's instead.")
+    ] = False,
+) -> None:
     """Print every key with its type, default, meaning and limits, as Markdown."""
+    from rlctl.config.coming_from import coming_from_page
     from rlctl.config.key_reference import reference as reference_page
 
-    typer.echo(reference_page(), nl=False)
+    typer.echo(coming_from_page() if peers else reference_page(), nl=False)

@@ -16,10 +16,11 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from rlctl.config import paths
 from rlctl.config.errors import BROKEN, LONGEST, Problem, did_you_mean
 from rlctl.config.fields import FURTHER, alternatives, join, keys_of, literals, schema_keys, sections_of
+from rlctl.config.peer_keys import renamed_value
 from rlctl.config.provenance import MISSING, ConfigNode, leaves, node_at, plain, show_path
 from rlctl.config.scalars import describe, describe_node, limit_mistake, match_scalar, number_remark
 from rlctl.config.schema import KINDS
-from rlctl.config.unknown_keys import KnownKeys, renamed_value
+from rlctl.config.unknown_keys import KnownKeys
 
 T = TypeVar("T")
 

@@ -11,13 +11,9 @@ A wrong answer is worse than no answer. So a name alone leads to another section
 
 from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import yaml
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.peer_keys import FORMERLY, PeerKey, peer_keys
 from rlctl.config.provenance import ConfigNode, children
 
 # Least ratio at which two words count as the same or as near, from 0 to 1. Sections are compared more strictly for a
@@ -30,46 +26,6 @@ _VERY_NEAR = 0.9
 _SHORTEST_FORM = 3
 # Names of one word that mean the same in every section. Other words need the section: `type`, `enabled`, `path`.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
-# Value of `PeerKey.tool` for a former key of rlctl itself.
-_FORMERLY = "rlctl"
-
-
-class PeerKey(NamedTuple):
-    """A key of another tool, and its equal in rlctl; the file is peer_keys.yaml."""
-
-    tool: str
-    key: str
-    # Keys of rlctl joined by `and` or `or`; empty if rlctl has none.
-    rlctl_key: str
-    note: str = ""
-
-
-@cache
-def _read_tables() -> dict[str, Any]:
-    tables: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("peer_keys.yaml").read_text(encoding="utf-8"))
-    return tables
-
-
-@cache
-def peer_keys() -> tuple[PeerKey, ...]:
-    """Return the keys of other tools and the former ones of rlctl, read once and only for an unknown key."""
-    peers = list[PeerKey]()
-    for tool, keys in _read_tables().items():
-        if tool == "former values":
-            continue
-        for key, row in keys.items():
-            if isinstance(row, str):
-                peers.append(PeerKey(tool, key, rlctl_key=row))
-            else:
-                rlctl_key, note = row
-                peers.append(PeerKey(tool, key, rlctl_key, note))
-    return tuple(peers)
-
-
-def renamed_value(key: str, value: object) -> str:
-    """Return `; X is now Y` if the value is a former word of rlctl for a value of `key`; empty for any other."""
-    new_value = _read_tables()["former values"].get(key, {}).get(str(value))
-    return f"; {value} is now {new_value}" if new_value else ""
 
 
 class KnownKeys:
@@ -203,7 +159,7 @@ class KnownKeys:
     def _describe_peer(self, peer: PeerKey) -> str:
         if not peer.rlctl_key:
             return f"; rlctl has no {peer.note}"
-        subject = f"{peer.key} is now" if peer.tool == _FORMERLY else f"{peer.tool}'s {peer.key} is"
+        subject = f"{peer.key} is now" if peer.tool == FORMERLY else f"{peer.tool}'s {peer.key} is"
         note = f": {peer.note}" if peer.note else ""
         return f"; {subject} {self._key_of_this_kind(peer.rlctl_key)}{note}"
 

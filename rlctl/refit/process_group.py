@@ -109,7 +109,7 @@ class BroadcastGroup:
 def await_members(store: Any, spec: TransportSpec, members: int, error: type[RefitError]) -> None:
     """Wait until all members of all groups have reached the store, so that no join waits for a dead member.
 
-    Raises `error` if `announce_loss` was called, or after `spec.timeout_s`.
+    Raises `error` if `announce_loss` was called, or after the timeout of `spec`.
     """
     if store.add("here", 1) == members:
         store.set("all here", "")

@@ -20,7 +20,10 @@ from tests.unit.test_house import FILES, PACKAGE, tree
 
 ROOT = PACKAGE.parent
 FOLDERS = ("rlctl", "configs", "recipes", "examples", "tests", ".ci", ".github")
-PAGES = [ROOT / "README.md", *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*.md")))]
+# A page of other tools' keys.
+FOREIGN_PAGE = ROOT / "configs/COMING_FROM.md"
+FOLDER_PAGES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))
+PAGES = [ROOT / "README.md", *(path for path in FOLDER_PAGES if path != FOREIGN_PAGE)]
 # This file has names that are stale on purpose.
 TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
 ALL_FILES = [*PAGES, *FILES, *TESTS]

@@ -32,7 +32,7 @@ from tests.unit.cli.conftest import Rlctl
         ("resum", "rlctl train KIND --resume RUN goes on"),
         ("run list", "did you mean runs? Or type rlctl train grpo RECIPE"),
         ("config compare a b", "rlctl config has no `compare`; did you mean diff?"),
-        ("config complet", "rlctl config has show, check, diff, reference"),
+        ("config complet", "rlctl config has show, check, diff, import, reference"),
         ("env xyz", "rlctl env has no `xyz`; rlctl env has check, tasks"),
     ],
 )

@@ -11,8 +11,8 @@ import yaml
 from rlctl.config.convert import known_keys
 from rlctl.config.errors import ConfigError
 from rlctl.config.fields import alternatives, literals, schema_keys
+from rlctl.config.peer_keys import peer_keys
 from rlctl.config.schema import KINDS
-from rlctl.config.unknown_keys import peer_keys
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
