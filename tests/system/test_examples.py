@@ -1,6 +1,7 @@
 """The examples train: as many together as one recipe holds, and each by its page's commands."""
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -115,6 +116,7 @@ def test_a_script_leads_from_random_weights_to_an_export(tmp_path: Path) -> None
     done = subprocess.run(["bash", "run.sh"], cwd=folder, capture_output=True, text=True, check=False)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "more than chance" in done.stdout and "no more than chance" not in done.stdout
     assert json.loads((folder / "sums-hf/config.json").read_text())["model_type"] == "qwen3"
     assert (folder / "sums-hf/README.md").is_file()
 
@@ -143,9 +145,11 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # a cluster, and a run on it
+@pytest.mark.usefixtures("ordinary_workers")
 def test_a_run_over_two_nodes(clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in clusters.environment.items():
-        monkeypatch.setenv(name, value)
+    for name in os.environ.keys() - clusters.environment.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", clusters.environment["XDG_STATE_HOME"])
     folder = copy_example("two-nodes", tmp_path)
     run_commands(folder)
     (path,) = (folder / "runs").glob("*/events.jsonl")
