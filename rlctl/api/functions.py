@@ -18,6 +18,7 @@ from rlctl.config.builtin import find_recipe, runs_folder
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.provenance import plain
+from rlctl.preflight.installation import missing_problem
 from rlctl.run.run_dir import RunDir, find_run
 from rlctl.telemetry.jsonl import Tail, is_sound
 
@@ -76,9 +77,14 @@ def check(
 
     with TemporaryDirectory(prefix="rlctl-objects-") as folder:
         texts = texts_of(overrides, lambda: Path(folder))
-        prepared = prepare(RunRequest(None, str(recipe), texts), "checked")
-        prepared.try_first_rows()
-        prepared.try_users_code(rewards=try_rewards, environments=try_environments)
+        try:
+            prepared = prepare(RunRequest(None, str(recipe), texts), "checked")
+            prepared.try_first_rows()
+            prepared.try_users_code(rewards=try_rewards, environments=try_environments)
+        except ModuleNotFoundError as error:
+            if problem := missing_problem(error):
+                raise ConfigError([problem]) from error
+            raise
         composed = prepared.composed
         return CheckedConfig(composed.config.kind, composed.written(), prepared.notes)
 

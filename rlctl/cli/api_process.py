@@ -21,6 +21,7 @@ from typing import Any
 
 from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, ShownProgress, say, tell
 from rlctl.config.errors import ConfigError, UserError, one_line
+from rlctl.preflight.installation import missing_problem
 from rlctl.run.run_dir import RunDir
 
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +68,9 @@ def _explained(function: Callable[..., int], arguments: dict[str, Any], answer: 
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (problem := missing_problem(error)):
+            answer({"problems": [["", "", problem.what]]})
+            return BAD_INPUT
         traceback.print_exc()
         answer({"failure": f"{type(error).__name__}: {one_line(error)}"})
         return FAILED

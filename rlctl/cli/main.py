@@ -7,7 +7,6 @@ import atexit
 import errno
 import io
 import os
-import re
 import sys
 from typing import Annotated
 
@@ -175,11 +174,12 @@ def answer() -> None:
         report(error.problems if isinstance(error, ConfigError) else [Problem("", "", str(error))])
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
-        package = _missing_package(error)
-        if package is None:
+        from rlctl.preflight.installation import missing_problem
+
+        problem = missing_problem(error)
+        if problem is None:
             raise
-        remedy = "pip install 'rlctl[cpu]', on a GPU machine 'rlctl[gpu]'; rlctl doctor says what else is missing"
-        report([Problem("", "", f"{package} is not installed: {remedy}")])
+        report([problem])
         sys.exit(BAD_INPUT)
     except OSError as error:
         if error.errno in _FULL:
@@ -192,16 +192,6 @@ def answer() -> None:
             raise
         report([Problem(str(error.filename), "", str(error.strerror))])
         sys.exit(BAD_INPUT)
-
-
-def _missing_package(error: ModuleNotFoundError) -> str | None:
-    """Return the missing package if one of rlctl's extras has it; the absence of another module is a defect."""
-    from rlctl.preflight.version import requirements
-
-    name = (error.name or "").partition(".")[0]
-    extras = [*requirements("engine"), *requirements("cpu")]
-    packages = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in extras}
-    return name if name in packages else None
 
 
 if __name__ == "__main__":

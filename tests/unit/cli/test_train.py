@@ -297,7 +297,9 @@ def test_missing_engines_fail_with_the_command_that_brings_them(
     monkeypatch.setattr(prepare, "find_spec", lambda name: None if name == "vllm" else object())
     done = rlctl("train", "grpo", "grpo.recipe.yaml")
     assert (done.code, launches) == (1, [])
-    assert done.err == "error: vllm not installed: pip install 'rlctl[cpu]'; see rlctl doctor\n"
+    assert (
+        done.err == "error: vllm is not installed: rlctl doctor --fix installs what runs need, or prints the commands\n"
+    )
 
 
 def test_too_few_devices_are_bad_input(rlctl: Rlctl, launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

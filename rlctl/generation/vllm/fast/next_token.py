@@ -40,7 +40,7 @@ class SampledTokens:
 class NextTokens:
     """Replaces a scheduler's `schedule`, and appends the sampled tokens of continuing requests.
 
-    Works for the releases of `COMPARED` (`switch.py`), requests from `vllm_request`, and models whose layers all attend
+    Works for the releases of `COMPARED`, requests from `vllm_request`, and models whose layers all attend
     to the whole sequence; for other models it changes nothing. It performs the same operations, in the same order, as
     vLLM's schedulers do for a running request with one more token.
     """

@@ -14,7 +14,7 @@ from rlctl.generation.vllm.fast.next_token import NextTokens, SampledTokens
 class StepOutputs:
     """Sits between vLLM's scheduler and output processor, for requests whose output is read once, at their end.
 
-    Works for the releases of `COMPARED` (`switch.py`), flat log-probs of sampled tokens, and requests that sample one
+    Works for the releases of `COMPARED`, flat log-probs of sampled tokens, and requests that sample one
     token in a step.
     """
 

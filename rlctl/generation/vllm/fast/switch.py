@@ -13,10 +13,8 @@ from typing import Any
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.next_token import NextTokens
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
-from rlctl.preflight.engines.vllm import VllmOptions
+from rlctl.preflight.engines.vllm import COMPARED, VllmOptions
 
-# Device -> compared versions of vLLM. A new version is added when it passes both tests.
-COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Attributes of a scheduler, and of its parts, that the shortened steps read or set.
 SCHEDULER = (
     "_pause_state",

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from rlctl.generation.vllm import engine
-from rlctl.generation.vllm.fast.switch import COMPARED
+from rlctl.preflight.engines.vllm import COMPARED
 
 FOLDER = Path(engine.__file__).parent
 PAGE = (FOLDER / "README.md").read_text(encoding="utf-8")
