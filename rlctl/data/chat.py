@@ -1,4 +1,7 @@
-"""Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns."""
+"""Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns.
+
+`rows.py` reads the tool calls of a row's messages; `rollout/conversation.py` keeps the tokens of a conversation.
+"""
 
 import json
 import re

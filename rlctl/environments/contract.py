@@ -2,7 +2,7 @@
 
 `reset(self, **row)` begins an episode, `get_reward(self)` values it. Every other public method is a tool. Beyond TRL's
 contract, `step(self, message)` plays games without tools, and `close(self)` frees the resources of an episode. A `step`
-that is documented as a tool is one.
+that is documented as a tool is one. `rollout/players/environment.py` plays the episodes.
 """
 
 import inspect

@@ -1,5 +1,6 @@
 """Handle of a process for rewards, which may hang, fork or crash: it asks the process and replaces it.
 
+The process runs `rewards/child.py`, and `workers/guarded_process.py` ends it with all that it started.
 The child answers one message an item: the parent always knows at which item it died or hung.
     parent -> child: the RewardSections, once; then (call id, reward index, [RewardInput, ...]) a call
     child -> parent: {problems: [[index, reason], ...]} once; then {call, item, value or failure} an item

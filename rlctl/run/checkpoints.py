@@ -3,6 +3,7 @@
 Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` checkpoints and the `keep_best` best ones
 by a metric are kept. Besides the trainer's state a checkpoint has one JSON file: version, data cursor, metric. A
 manifest holds the digest of every file. A resume verifies the digests before it reads the files.
+Tensors are written by `training/rank_checkpoint.py`, and a resume is prepared by `launch/resume.py`.
 """
 
 import fcntl

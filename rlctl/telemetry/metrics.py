@@ -1,8 +1,8 @@
 """Declarations of metrics, a row for each name of metrics.jsonl, and the rows that a run keeps in its directory.
 
-A row is declared once: in the folder that measures it (`config/plugins.py` lists the modules, none imports torch), or
-by a user's class, in its attribute `metrics`. The live view and the report are built from the rows in a run's
-directory, so that users' metrics and runs of other machines are shown too.
+A row is declared once: in the folder that measures it, as in `grpo/metric_rows.py` (`config/plugins.py` lists these
+modules, none imports torch), or by a user's class, in its attribute `metrics`. The live view and the report are built
+from the rows in a run's directory, so that users' metrics and runs of other machines are shown too.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""One micro-batch as flat tensors of concatenated sequences without padding; torch.compile for packs of every size."""
+"""One micro-batch as flat tensors of concatenated sequences without padding; torch.compile for packs of every size.
+
+`micro_batching.py` assigns sequences to micro-batches.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

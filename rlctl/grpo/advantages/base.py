@@ -1,7 +1,8 @@
 """Base class of every advantage: its input as columns, sums over groups, and advantages of sampled tokens.
 
-Groups are distinguished by their tasks, never by equal prompts. Only numpy is used. In rlctl's own advantages, the
-order of the rollouts does not change a single bit of any advantage.
+Each estimator is a file of this folder; GRPO's own is `group_mean.py`. Groups are distinguished by their tasks, never
+by equal prompts. Only numpy is used. In rlctl's own advantages, the order of the rollouts does not change a single bit
+of any advantage.
 """
 
 import math
