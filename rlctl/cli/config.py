@@ -9,7 +9,7 @@ import typer
 from rlctl.cli.arguments import Arguments, note_repeats, split_any
 from rlctl.cli.completion import complete_config
 from rlctl.cli.output import ShownProgress, console, examples, note, say
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import ConfigError
 
 app = typer.Typer(help="Show, check and compare the configs of runs.", no_args_is_help=True)
 
@@ -114,24 +114,25 @@ def import_(
         Path | None, typer.Option("--output", "-o", help="Write the draft to this file; if left out, print it.")
     ] = None,
 ) -> None:
-    """Draft a recipe from another tool's config, with a comment on each line that has no counterpart."""
-    from rlctl.config.import_peer import draft_recipe
-    from rlctl.preflight.load import load
+    """Draft a recipe from another tool's config, with a comment on each line that has no counterpart.
 
-    if output is not None and output.exists():
-        raise ConfigError([Problem(str(output), "", "exists; name another file")])
+    The draft is checked, and its problems are printed.
+    """
+    from rlctl.config.import_peer import draft_recipe, write_draft
+    from rlctl.preflight.load import problems_of_file, problems_of_text
+
     draft = draft_recipe(file)
     if output is None:
         typer.echo(draft.text, nl=False)
         note([draft.summary()])
-        return
-    output.write_text(draft.text, encoding="utf-8")
-    say(f"{output}: {draft.summary()}")
-    try:
-        load(None, str(output), [])
-    except ConfigError as error:
-        note(f"to be mended: {problem}" for problem in error.problems)
-    say(f"check it: rlctl config check {shlex.quote(str(output))}")
+        problems = problems_of_text(draft.text)
+    else:
+        write_draft(draft, output)
+        say(f"{output}: {draft.summary()}")
+        problems = problems_of_file(output)
+    note(f"to be mended: {problem}" for problem in problems)
+    if output is not None:
+        say(f"check it: rlctl config check {shlex.quote(str(output))}")
 
 
 @app.command(

@@ -16,19 +16,26 @@ an equal is translated. Each other line stays as a comment with the reason, and 
 _DIFFERENCES = {
     "TRL": """A script of TRL builds a trainer in Python. Here a recipe names model, data, rewards and settings, and
 `rlctl.train` runs it from Python ([rlctl/api](../rlctl/api/README.md)). TRL counts completions in a batch;
-`grpo.num_prompts_per_step` counts prompts, and each has `grpo.num_generations_per_prompt` completions. A reward
-function of TRL's form works as it is ([rlctl/rewards](../rlctl/rewards/README.md)).""",
-    "verl": """verl splits a batch of prompts into mini-batches and each of these into micro-batches, by number. Here
-`grpo.updates_per_step` says how many updates a batch gives, and ranks pack sequences up to
+`grpo.num_prompts_per_step` counts prompts, and each has `grpo.num_generations_per_prompt` completions. There are no
+epochs: count steps. `accelerate launch` starts a process on each GPU, and `trl vllm-serve` starts the engine; here
+one command starts trainer ranks and engines. A reward function of TRL's form works as it is
+([rlctl/rewards](../rlctl/rewards/README.md)).""",
+    "verl": """verl splits a batch of prompts into mini-batches and each of these into micro-batches, by number.
+Here `grpo.updates_per_step` says how many updates a batch gives, and ranks pack sequences up to
 `trainer.micro_batch_tokens`. verl places worker groups on a pool of nodes times GPUs; here `trainer.num_ranks`,
-`generation.num_engines` and `placement.colocated` say the same. rlctl has no critic.""",
+`generation.num_engines` and `placement.colocated` say the same. rlctl has no critic. A row's answer is in
+`reward_model.ground_truth` there; `data.train.answer_key` names that column here, and a recipe names its rewards
+where verl picks one by `data_source`.""",
     "NeMo-RL": """The names are the nearest: a step has `grpo.num_prompts_per_step` prompts with
-`grpo.num_generations_per_prompt` answers in both. NeMo-RL's environments score answers; here that is a reward, and an
-environment is the other side of a conversation. Both bound the age of a sample by `max_trajectory_age_steps`.""",
-    "prime-rl": """prime-rl runs a trainer, an orchestrator and an inference server, each with its section or file. Here
-one recipe and one command start all processes. prime-rl always generates and trains at the same time; here
-`async.enabled=true` does so. Environments of the verifiers library are not read by their name: write an environment or
-an agent ([rlctl/environments](../rlctl/environments/README.md)).""",
+`grpo.num_generations_per_prompt` answers in both. NeMo-RL cuts this batch by `policy.train_global_batch_size`, in
+sequences; `grpo.updates_per_step` is the number of updates. NeMo-RL's environments score answers; here that is a
+reward, and an environment is the other side of a conversation. Both bound the age of a sample by
+`max_trajectory_age_steps`.""",
+    "prime-rl": """prime-rl runs a trainer, an orchestrator and an inference server, each with its section or file.
+Here one recipe and one command start all processes. prime-rl always generates and trains at the same time; here
+`async.enabled=true` does so. `orchestrator.batch_size` counts rollouts, `grpo.num_prompts_per_step` counts prompts:
+divide by the group size. prime-rl's loss is `grpo.loss.name: dppo` here. Environments of the verifiers library are
+not read by their name: write an environment or an agent ([rlctl/environments](../rlctl/environments/README.md)).""",
     "vLLM": """Options of `vllm serve` that people set beside these tools.""",
 }
 

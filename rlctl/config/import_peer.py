@@ -30,7 +30,7 @@ _EMPTY = "empty there"
 # Letters of a value in a comment.
 _MAX_VALUE = 100
 _TRACKERS = "telemetry.trackers"
-# Keys that a recipe of a kind must set -> the question for a user.
+# Keys that a recipe must set -> the text of the TODO.
 _MUST_SET = {
     "model.path": "a folder or a hub name",
     "data.train.path": "a file or a hub data set; prompt_key and answer_key name its columns",
@@ -103,7 +103,7 @@ class RecipeDraft:
         return sum(key.num_values for key in self.keys if key.outcome is outcome)
 
     def summary(self) -> str:
-        """Return one line: the tool, the number of its values, and their outcomes."""
+        """Return one line: the tool, the kind of run, and the number of values with each outcome."""
         total = sum(key.num_values for key in self.keys)
         parts = [f"{self.count(outcome)} {outcome.value}" for outcome in KeyOutcome if self.count(outcome)]
         return f"{self.tool}, {self.kind}: {total} values: {', '.join(parts)}"
@@ -123,12 +123,23 @@ def draft_recipe(file: Path) -> RecipeDraft:
     return RecipeDraft(tool, kind, importer.render(file, missing_parents), importer.keys)
 
 
+def write_draft(draft: RecipeDraft, file: Path) -> None:
+    """Write a draft to a new file. Raises ConfigError if the file exists or cannot be written."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(draft.text)
+    except FileExistsError as error:
+        raise ConfigError([Problem(str(file), "", "exists; name another file")]) from error
+    except OSError as error:
+        raise ConfigError([Problem(str(file), "", f"cannot be written: {error.strerror}")]) from error
+
+
 def _read_with_parents(file: Path, heirs: tuple[Path, ...]) -> tuple[ConfigNode, list[str]]:
-    """Return the tree of a file over the files of its `defaults`, and the names of absent files."""
+    """Return the tree of a file over the files of its `defaults`, and the names of missing files."""
     file = Path(os.path.abspath(file))
     root = read_toml(file) if file.suffix == ".toml" else read_file(file)
     assert isinstance(root.value, dict)
-    own = ConfigNode({name: child for name, child in root.value.items() if name != "defaults"}, root.origin)
+    written = ConfigNode({name: child for name, child in root.value.items() if name != "defaults"}, root.origin)
     parents = plain(root.value["defaults"]) if "defaults" in root.value else []
     missing: list[str] = []
     merged = ConfigNode({}, root.origin)
@@ -145,7 +156,7 @@ def _read_with_parents(file: Path, heirs: tuple[Path, ...]) -> tuple[ConfigNode,
         inherited, missing_above = _read_with_parents(path, (*heirs, file))
         merged = merge(merged, inherited)
         missing += missing_above
-    return merge(merged, own), missing
+    return merge(merged, written), missing
 
 
 def _find_parent(folder: Path, name: object) -> Path | None:
@@ -218,18 +229,19 @@ class _Importer:
     def render(self, file: Path, missing_parents: list[str]) -> str:
         """Return the draft as YAML."""
         lines = [
-            f"# Drafted by `rlctl config import {file.name}` from a config of {self.tool}.",
-            "# Each value names its key there.",
+            f"# Drafted by `rlctl config import {file.name}` from a config of {self.tool}; comments name its keys.",
             "# configs/COMING_FROM.md says what is different in kind. Lines with TODO ask for a decision.",
             f"defaults: {self.kind}.yaml",
             *self._render_values(),
         ]
         to_do = [f"# - defaults: {name} is not beside {file.name}: its values are not here" for name in missing_parents]
-        if (self.tool, self.kind) in _ALWAYS:
-            key, remark = _ALWAYS[self.tool, self.kind]
-            to_do += [] if key in self._assignments else [f"# - {key}: {remark}"]
-        told = [key for key in self.keys if key.reason != _EMPTY]
-        comments = {outcome: [key.comment() for key in told if key.outcome is outcome] for outcome in KeyOutcome}
+        always = _ALWAYS.get((self.tool, self.kind))
+        if always and always[0] not in self._assignments:
+            to_do.append(f"# - {always[0]}: {always[1]}")
+        keys_with_value = [key for key in self.keys if key.reason != _EMPTY]
+        comments: dict[KeyOutcome, list[str]] = {outcome: [] for outcome in KeyOutcome}
+        for key in keys_with_value:
+            comments[key.outcome].append(key.comment())
         to_do += comments[KeyOutcome.TO_DO]
         empty_keys = [key.key for key in self.keys if key.reason == _EMPTY]
         if empty_keys:
@@ -244,8 +256,10 @@ class _Importer:
         return "\n".join(lines) + "\n"
 
     def _iterate(self, node: ConfigNode, key: str) -> Iterator[tuple[str, ConfigNode, str]]:
-        """Yield (key, node, reason) of every value, of every section that a row names, and of the rest of a section
-        that is switched off, with the reason."""
+        """Yield (key, node, reason) for every value, and for every section that a row answers.
+
+        A section that is switched off is one entry, with the reason. The reason of others is empty.
+        """
         if not isinstance(node.value, dict) or not node.value or self._is_answered_whole(key):
             if key:
                 yield key, node, ""
@@ -262,7 +276,7 @@ class _Importer:
             yield from self._iterate(child, f"{key}.{name}" if key else name)
 
     def _is_answered_whole(self, key: str) -> bool:
-        """Return True if a row is for the section `key`, and no row is for a key below the section."""
+        """Return True if a row is for the section `key` and no row is for a key inside."""
         row = _find_row(key, self._rows)
         return row is not None and not any(other.key.startswith(f"{row.key}.") for other in self._rows)
 
@@ -277,8 +291,7 @@ class _Importer:
             translation = self._config.translate(row, self._config.value_of(key, node), keys)
             values = {name: self._fit(name, value) for name, value in translation.values.items()}
         except TranslationError as error:
-            asked = " or ".join(keys)
-            self.keys.append(ImportedKey(key, node, KeyOutcome.TO_DO, f"{asked}: {error}"))
+            self.keys.append(ImportedKey(key, node, KeyOutcome.TO_DO, f"{' or '.join(keys)}: {error}"))
             return
         values = {name: value for name, value in values.items() if value is not None or self._takes_null(name)}
         if not values:
@@ -311,8 +324,12 @@ class _Importer:
     def _assign(self, name: str, new: _Assignment) -> None:
         """Put a value into the draft. Of two that differ the stronger stays, and the other's key says so."""
         old = self._assignments.get(name)
-        if old is None or old.value == new.value:
-            self._assignments[name] = new if old is None or new.strength > old.strength else old
+        if old is None:
+            self._assignments[name] = new
+            return
+        if old.value == new.value:
+            strength = max(old.strength, new.strength)
+            self._assignments[name] = replace(old, strength=strength, remark=f"{old.remark}, {new.remark}")
             return
         if name == _TRACKERS:
             remark = f"{old.remark}, {new.remark}"

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rlctl.config.peer_keys import PeerKey
@@ -71,7 +72,7 @@ class PeerConfig:
         is_exact_case = False
         result = f"{_FORMULA}value" if rule is None else rule
         if isinstance(rule, dict) and isinstance(value, list) and value:
-            result = [entry for word in value for entry in _find_case(peer, word)]
+            result = list(chain.from_iterable(_find_case(peer, word) for word in value))
         elif isinstance(rule, dict):
             result = _find_case(peer, value)
             is_exact_case = _text_of(value) in _cases(rule)
@@ -173,7 +174,7 @@ def _cases(rule: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _find_case(peer: PeerKey, value: Any) -> Any:
-    """Return the result of a rule for a value. Raises TranslationError for a value without a case."""
+    """Return the result of a rule for a value. Raises TranslationError if no case has the value."""
     cases = _cases(peer.rule)
     text = _text_of(value)
     if text in cases:

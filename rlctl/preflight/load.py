@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from rlctl.config.builtin import CONFIGS, find_recipe
@@ -189,6 +190,23 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNo
     """Return the composed tree, to be shown, and its problems. Raises ConfigError if it cannot be composed."""
     checked = _check(kind, find_recipe(recipe), overrides, resume=True)
     return checked.root, checked.problems
+
+
+def problems_of_text(text: str) -> list[Problem]:
+    """Return the problems of a recipe that is in no file; its place is called `draft`."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder).resolve() / "draft.yaml"
+        file.write_text(text, encoding="utf-8")
+        problems = problems_of_file(file)
+        return [replace(problem, where=problem.where.replace(str(file), "draft")) for problem in problems]
+
+
+def problems_of_file(file: Path) -> list[Problem]:
+    """Return the problems of the recipe in `file`."""
+    try:
+        return draft(None, str(file), [])[1]
+    except ConfigError as error:
+        return error.problems
 
 
 @dataclass(frozen=True)

@@ -116,3 +116,41 @@ def test_commands_that_are_printed_can_be_pasted(rlctl: Rlctl, home: Path) -> No
     (run / "config.yaml").write_text("")
     error = rlctl("train", "grpo", *words, "run.name=first").err
     assert "continue it with --resume 'my runs/first', or choose another name" in error
+
+
+THEIRS = 'max_steps = 20\n[model]\nname = "model"\n[orchestrator]\nbatch_size = 8\ngroup_size = 4\n'
+
+
+def test_import_prints_a_draft_and_its_problems(rlctl: Rlctl, home: Path) -> None:
+    (home / "rl.toml").write_text(THEIRS)
+    done = rlctl("config", "import", "rl.toml")
+    assert done.code == 0
+    assert yaml.safe_load(done.out)["grpo"] == {
+        "num_steps": 20,
+        "num_prompts_per_step": 2,
+        "num_generations_per_prompt": 4,
+    }
+    assert "prime-rl, grpo: 4 values: 4 translated" in done.err
+    assert "draft: rewards: not set, and has no default" in done.err
+
+
+def test_import_writes_a_recipe_that_check_takes_once_its_questions_are_answered(rlctl: Rlctl, home: Path) -> None:
+    (home / "rl.toml").write_text(THEIRS)
+    done = rlctl("config", "import", "rl.toml", "-o", "drafted.yaml")
+    assert done.code == 0
+    assert "drafted.yaml: rewards: not set" in done.err
+    answers = ("data.train.path=train.jsonl", "rewards=[exact]", "generation.max_new_tokens=64")
+    checked = rlctl("config", "check", "drafted.yaml", *answers, "data.max_prompt_length=64")
+    assert checked.code == 0, checked.err
+
+
+def test_import_overwrites_nothing_and_reads_what_is_there(rlctl: Rlctl, home: Path) -> None:
+    (home / "rl.toml").write_text(THEIRS)
+    (home / "mine.yaml").write_text("defaults: grpo.yaml\n")
+    refused = rlctl("config", "import", "rl.toml", "-o", "mine.yaml")
+    assert (refused.code, "mine.yaml: exists; name another file" in refused.err) == (2, True)
+    assert (home / "mine.yaml").read_text() == "defaults: grpo.yaml\n"
+    refused = rlctl("config", "import", "rl.toml", "-o", "nowhere/mine.yaml")
+    assert (refused.code, "nowhere/mine.yaml: cannot be written" in refused.err) == (2, True)
+    refused = rlctl("config", "import", "none.toml")
+    assert (refused.code, "none.toml: cannot be read: No such file or directory" in refused.err) == (2, True)

@@ -11,7 +11,7 @@ import yaml
 from rlctl.config.convert import known_keys
 from rlctl.config.errors import ConfigError
 from rlctl.config.fields import alternatives, literals, schema_keys
-from rlctl.config.peer_keys import peer_keys
+from rlctl.config.peer_keys import peer_keys, same_name_keys
 from rlctl.config.schema import KINDS
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
@@ -102,6 +102,17 @@ def test_a_key_of_a_peers_own_config_is_answered_by_a_row_or_rightly_or_not_at_a
         if not (is_row or is_none):
             guess = " or ".join(re.findall(r"\w+(?:\.\w+)+", answer))
         assert guess == expected_guess, f"{key}{answer}"
+
+
+@pytest.mark.parametrize("tool", PEER_CONFIGS)
+def test_a_name_that_leads_to_a_key_by_itself_has_a_row_among_the_same_names(tool: str) -> None:
+    rows = [peer for peer in same_name_keys() if peer.tool == tool]
+    assert {key for row in rows for key in row.rlctl_keys} <= RLCTL_KEYS
+    for key, default in PEER_CONFIGS[tool].items():
+        guess = default.partition(" -> ")[2]
+        if guess:
+            [row] = [row for row in rows if f".{key}".endswith(f".{row.key}")]
+            assert set(row.rlctl_keys) & set(guess.split(" or ")), key
 
 
 def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> None:
