@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -109,14 +110,15 @@ def train(
     Ctrl-C, or an interrupted notebook cell, has the run finish its step and save; a second one stops it at once. An
     error of `log` or `on_step` stops the run likewise, and is raised.
 
-    Raises ConfigError with all problems before anything starts, RunFailed, and Interrupted.
+    Raises ConfigError with all problems before anything starts, RunDirError for a `resume` that names no run,
+    RunFailed, and Interrupted.
     """
     if (recipe is None) == (resume is None):
         raise ConfigError([Problem("recipe", "", "name a recipe, or a run to resume: one of both")])
-    texts = texts_of(overrides, lambda: _objects_folder(recipe, overrides))
     resumed = None
     if resume is not None:
         resumed = resume.path if isinstance(resume, RecordedRun) else find_run(str(resume), runs_folder())
+    texts = texts_of(overrides, lambda: _objects_folder(recipe, overrides, resumed))
     call = Call(
         "train",
         log,
@@ -171,13 +173,15 @@ def evaluate(
 def load_run(run: str | Path) -> RecordedRun:
     """Return the records of a run. run: its directory, or its name in the default `run.dir`.
 
-    Raises ConfigError for a text that names no run.
+    Raises RunDirError, a ValueError, for a text that names no run.
     """
     return RecordedRun(find_run(str(run), runs_folder()))
 
 
-def _objects_folder(recipe: str | Path | None, overrides: Overrides) -> Path:
+def _objects_folder(recipe: str | Path | None, overrides: Overrides, resumed: Path | None = None) -> Path:
     """Return the folder for files of objects, below the run's `run.dir`."""
+    if resumed is not None:
+        return resumed.parent / OBJECTS
     folder = overrides.get("run.dir") if isinstance(overrides, Mapping) else None
     if folder is None and recipe is not None:
         folder = plain(compose(find_recipe(str(recipe)), []))["run"]["dir"]
@@ -186,10 +190,15 @@ def _objects_folder(recipe: str | Path | None, overrides: Overrides) -> Path:
 
 def _raise_end(call: Call, code: int) -> None:
     """Raise the error of a call that did not end well."""
-    if code == 0:
+    if code == 0 and not call.is_interrupted:
         return
     run = RecordedRun(call.run) if call.run else None
-    reason = call.failure or (run.reason if run else "") or call.last_line or f"its process ended with exit code {code}"
+    reason = call.failure or (run.reason if run else "")
+    if not reason and code < 0:
+        reason = f"its process was ended by {Signals(-code).name}"
+    elif not reason and code == 0:
+        reason = "Ctrl-C, as it was done"
+    reason = reason or call.last_line or f"its process ended with exit code {code}"
     if code == _INTERRUPTED or call.is_interrupted:
         raise Interrupted(reason, run)
     if code == _BAD_INPUT:

@@ -39,7 +39,7 @@ def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
     for key, value in overrides.items():
         try:
             texts.append(f"{key}={json.dumps(_plain(value, folder), ensure_ascii=False, allow_nan=True)}")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OSError) as error:
             problems.append(Problem("overrides", key, one_line(error)))
     if problems:
         raise ConfigError(problems)

@@ -6,6 +6,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,15 +50,13 @@ class Call:
         `log` or `on_look` ends the call as SIGTERM does, and is raised then.
         """
         read_end, write_end = os.pipe()
-        paths = [str(_PACKAGE.parent)]
-        if "PYTHONPATH" in os.environ:
-            paths.append(os.environ["PYTHONPATH"])
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlctl.cli.api_process", str(write_end)],
+            # Safe path: a file of the working directory hides no module.
+            [sys.executable, "-P", "-m", "rlctl.cli.api_process", str(write_end)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=_environment(),
             pass_fds=[write_end],
             # Ctrl-C of a terminal comes to this process alone, which passes it on once.
             start_new_session=True,
@@ -97,6 +96,9 @@ class Call:
             except KeyboardInterrupt:
                 self.is_interrupted = True
                 process.send_signal(signal.SIGINT)
+        for stream, rest in self._rest.items():
+            if rest:
+                self._take_line(stream, rest.decode("utf-8", "replace"))
         on_look()
 
     def _read_streams(self, streams: selectors.BaseSelector, timeout_s: float) -> bool:
@@ -127,3 +129,12 @@ class Call:
         self.last_line = line or self.last_line
         if self._log is not None:
             self._log(line)
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a call's process, which finds this very rlctl, also in a source tree."""
+    tree = str(_PACKAGE.parent)
+    paths = [] if tree in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [tree]
+    if "PYTHONPATH" in os.environ:
+        paths.append(os.environ["PYTHONPATH"])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)} if paths else dict(os.environ)

@@ -9,10 +9,8 @@ notebook or in a sweep keeps its own process as it was. Answers go to the descri
 - {"results": [...]} of an evaluation
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,8 +21,8 @@ from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, ShownProgress, 
 from rlctl.config.errors import ConfigError, UserError, one_line
 from rlctl.preflight.installation import missing_problem
 from rlctl.run.run_dir import RunDir
+from rlctl.utils.process import stop_with_parent
 
-_PR_SET_PDEATHSIG = 1
 Answer = Callable[[dict[str, Any]], None]
 
 
@@ -47,7 +45,7 @@ def main() -> None:
 def _end_with_parent() -> None:
     """Have the kernel ask this process to stop once its caller is gone, as `kill` does: a run saves, and ends."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    stop_with_parent()
     if os.getppid() != parent:
         os._exit(INTERRUPTED)
 

@@ -3,7 +3,6 @@
 Flags: --wait (until the cluster has room), --probe (compare trainer and generator, then stop).
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -14,8 +13,7 @@ from rlctl.cli.output import say
 from rlctl.cluster.jobs.head_agent import CONFIG, SECRETS
 from rlctl.config.errors import UserError
 from rlctl.run.run_dir import JobRecord
-
-_PR_SET_PDEATHSIG = 1
+from rlctl.utils.process import stop_with_parent
 
 
 def main() -> int:
@@ -50,7 +48,7 @@ def _leave_group() -> None:
     child = os.fork()
     if child == 0:
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        stop_with_parent()
         return
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -4,9 +4,11 @@ A pid may be reused, so an identity is a pid and the start of that process: the 
 A wall-clock time would not do. A clock that is set, or slewed, changes when each process is said to have started.
 """
 
+import ctypes
 import gc
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +19,14 @@ from typing import Any
 
 # Python's is 700.
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
+_PR_SET_PDEATHSIG = 1
 # Last line of a process that could not import a package.
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
+
+
+def stop_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process once its parent is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
