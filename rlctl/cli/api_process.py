@@ -1,11 +1,12 @@
-"""The process of one call from Python: `python -m rlctl.cli.api_process DESCRIPTOR`, with the call as JSON on stdin.
+"""The child process of one `rlctl.train` or `rlctl.evaluate`: `python -m rlctl.cli.api_process DESCRIPTOR`.
 
-A run changes its process: signals, environment, Ray, and an end at once where Ray's head is lost. So a caller in a
-notebook or in a sweep keeps its own process as it was. Answers go to the descriptor as JSON, a line each:
+The call comes as JSON on stdin. A child process makes it, because a run changes its process: signal handlers,
+environment variables, Ray, and an immediate exit if Ray's head is lost. So the notebook or sweep that calls stays as it
+was. Answers go to the file descriptor DESCRIPTOR, one line of JSON each:
 
-- {"run": PATH} once the run has a directory
-- {"problems": [[where, key, what], ...]} of bad input
-- {"failure": TEXT} of an error of any other kind
+- {"run": PATH} as soon as the run has a directory
+- {"problems": [[where, key, what], ...]} for bad input
+- {"failure": TEXT} for any other error
 - {"results": [...]} of an evaluation
 """
 
@@ -27,7 +28,7 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 def main() -> None:
-    """Do the call, and end the process with the exit code of the command that does the same."""
+    """Make the call, and end the process with the exit code that `rlctl train` or `rlctl eval` would have."""
     _end_with_parent()
     call = json.load(sys.stdin)
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as answers:
@@ -38,12 +39,12 @@ def main() -> None:
         code = _explained(CALLS[call.pop("function")], call, answer)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Nothing is left to do but to free every object of torch, transformers and Ray.
+    # A normal exit would only free every object of torch, transformers and Ray, which takes time.
     os._exit(code)
 
 
 def _end_with_parent() -> None:
-    """Have the kernel ask this process to stop once its caller is gone, as `kill` does: a run saves, and ends."""
+    """Ask the kernel for a SIGTERM to this process when its caller is gone. A run then saves and ends."""
     parent = os.getppid()
     stop_with_parent()
     if os.getppid() != parent:
@@ -51,7 +52,7 @@ def _end_with_parent() -> None:
 
 
 def _explained(function: Callable[..., int], arguments: dict[str, Any], answer: Answer) -> int:
-    """Call the function, and answer with its error. Return the exit code."""
+    """Call the function and return its exit code. If it raises, answer with the error and return the error's code."""
     try:
         return function(answer, **arguments)
     except ConfigError as error:

@@ -33,9 +33,10 @@ Lines = Annotated[int, typer.Option("--lines", "-n", help="Print the last lines 
 
 
 def split_any(arguments: list[str] | None, default: str) -> tuple[str, list[str]]:
-    """Return (recipe, overrides) for a command that takes runs of every kind. default: the recipe without an argument.
+    """Return (recipe, overrides) for a command that takes runs of every kind, for example `rlctl config show`.
 
-    A kind alone means its tiny recipe, as in `rlctl train grpo`, unless a file has that name.
+    default: the recipe if the arguments name none. The word "grpo" or "sft" in place of a recipe means the kind's tiny
+    recipe, as in `rlctl train grpo`, unless a file has that name.
     """
     from rlctl.preflight.load import TINY
 
@@ -64,7 +65,7 @@ def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
 
 
 def note_repeats(overrides: list[str] | None) -> list[str]:
-    """Print a note of each override that takes the place of an earlier one. Return all overrides."""
+    """Print a note for each override that replaces an earlier one of the same key. Return all overrides."""
     if overrides and len(overrides) > 1:
         from rlctl.cli.output import note
         from rlctl.config.compose import describe_repeats
@@ -74,7 +75,7 @@ def note_repeats(overrides: list[str] | None) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number of an option. Raises BadParameter for an infinite number, which no least value refuses."""
+    """Return the number of an option. Raises BadParameter for infinity and NaN, which Typer's `min` lets through."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, not {value}")
     return value

@@ -1,4 +1,4 @@
-"""`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
+"""`rlctl bench`: each command makes a `Bench` from its options; `run_bench` checks it, measures and shows results."""
 
 from pathlib import Path
 from typing import Annotated, get_args
@@ -130,7 +130,7 @@ def grpo(
     problems: list[Problem] = []
     installed = count_gpus()
     devices = installed if gpus is None else gpus
-    # On a CPU apart is colocated: the cores are shared.
+    # On a CPU the modes "apart" and "colocated" are the same, because trainer and engines share the cores.
     default_modes = ",".join(MODES)
     if devices == 0:
         default_modes = "colocated,drained,in-flight"

@@ -1,4 +1,4 @@
-"""The frame of the commands of `rlctl bench`: check, measure, then show a table, a plot or JSON."""
+"""The steps that all commands of `rlctl bench` share: check, measure, then show tables, a plot or JSON."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Fewest columns of a terminal on which tables show everything.
+# A terminal with at least this many columns shows the wide form of tables.
 _WIDE = 120
 
 TrainedModel = Annotated[
@@ -32,7 +32,10 @@ RunSettings = Annotated[
 
 
 def read_lengths(text: str, problems: list[Problem]) -> tuple[float, float, int]:
-    """Read mean, sigma and cap of log-normal lengths, in tokens; add a problem to `problems` if there is one."""
+    """Return (mean, sigma, cap) of log-normal lengths, in tokens, from a text such as 600,1.0,4096.
+
+    Add a problem to `problems` if the text is invalid.
+    """
     try:
         numbers = list(map(float, text.split(",")))
         if len(numbers) == 3 and all(isfinite(number) and number > 0 for number in numbers):
@@ -46,8 +49,9 @@ def read_lengths(text: str, problems: list[Problem]) -> tuple[float, float, int]
 
 
 def run_bench(bench: Bench, as_json: bool, problems: Iterable[Problem] = (), plot: Path | None = None) -> None:
-    """Check, measure and show; end the command with its exit code. problems: known mistakes in the options.
+    """Check a bench, measure, show the results, and end the command with its exit code.
 
+    problems: mistakes in the options that the caller has found. plot: file for the chart.
     Raises ConfigError with every problem at once.
     """
     all_problems = list(_plot_problems(plot))
@@ -72,7 +76,7 @@ def run_bench(bench: Bench, as_json: bool, problems: Iterable[Problem] = (), plo
 
 
 def show(results: Results, out: "Console") -> None:
-    """Print the report in the width of the terminal."""
+    """Print the lines and tables of the results' report, in the width of the terminal."""
     from rich.text import Text
 
     from rlctl.dashboard.console import PIPE_WIDTH, figures, make_table, texts
@@ -106,7 +110,7 @@ def _plot_problems(path: Path | None) -> Iterator[Problem]:
 
 
 def _measure(bench: Bench) -> Results:
-    """Measure in a scratch folder. Remove the folder after success and after Ctrl-C; keep its logs after an error."""
+    """Measure with a scratch folder for logs. Remove the folder after success and Ctrl-C; keep it after an error."""
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
     try:
         with _progress() as say:
@@ -130,7 +134,7 @@ def _measure(bench: Bench) -> Results:
 
 @contextmanager
 def _progress() -> Iterator[Say]:
-    """Show progress on stderr: one line that changes on a terminal, several lines elsewhere."""
+    """Yield a function that shows progress on stderr: in one changing line on a terminal, else a line for each text."""
     err = console(stderr=True)
     if not sys.stderr.isatty():
         yield err.print

@@ -1,4 +1,4 @@
-"""`rlctl chat`: a conversation with a checkpoint in the terminal. For looking, not for serving."""
+"""`rlctl chat`: a conversation with a model in the terminal, or an endpoint for one client. Not for production."""
 
 import json
 import os
@@ -111,7 +111,7 @@ def _talk(
 
 
 def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], logs: Path) -> None:
-    """Serve a policy until Ctrl-C."""
+    """Serve the model at an HTTP endpoint until Ctrl-C. Print the lines of shell that tell a client its address."""
     import time
     from contextlib import ExitStack
 
@@ -130,7 +130,10 @@ def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], 
 
 
 def client_lines(base_url: str, api_key: str, variables: Mapping[str, str]) -> list[str]:
-    """Return the lines of shell that set an endpoint's address and key for clients, past a proxy of `variables`."""
+    """Return the lines of shell that set the endpoint's address and key for clients.
+
+    If the environment `variables` name an HTTP proxy, the lines exempt the endpoint from it.
+    """
     exemptions = past_proxies(variables, str(urlsplit(base_url).hostname)) if has_proxy(variables) else {}
     no_proxy = "".join(f" {name}={shlex.quote(hosts)}" for name, hosts in exemptions.items())
     return [
@@ -140,7 +143,7 @@ def client_lines(base_url: str, api_key: str, variables: Mapping[str, str]) -> l
 
 
 def converse(session: "ChatSession") -> None:
-    """Read lines and answer them, until the input ends."""
+    """Read lines from stdin and print the model's answer to each, until the input ends."""
     from rlctl.rollout.players.chat import TalkError
 
     talk = None
@@ -169,7 +172,7 @@ def converse(session: "ChatSession") -> None:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Yield typed lines, or the lines of a pipe; empty ones are left out."""
+    """Yield the lines that a user types, or the lines of a pipe. Skip empty lines."""
     with suppress(ImportError):
         import readline  # noqa: F401  (editing and history at the prompt)
     is_terminal = sys.stdin.isatty()
@@ -197,7 +200,10 @@ def _show_message(message: "Message") -> None:
 
 
 def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
-    """Return the environment of the tools; the run's environment with the run's arguments. Raises ConfigError."""
+    """Return the environment that --tools names; None without --tools. The run's own has the run's arguments.
+
+    Raises ConfigError if the name cannot be loaded.
+    """
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.evaluation_configs import arguments_of

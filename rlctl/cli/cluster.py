@@ -1,4 +1,4 @@
-"""`rlctl cluster`: starts, shows and stops Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes."""
+"""`rlctl cluster`: starts, shows and stops Ray clusters on this machine, on ssh hosts, on Slurm or on Kubernetes."""
 
 import json
 import shlex
@@ -178,7 +178,7 @@ def _find_cluster(name: str) -> "ClusterState":
 
 
 def _find_only_name(or_stopped: bool = False) -> str:
-    """Return the name of the only cluster that is up. or_stopped: if none is up, the only cluster that has logs."""
+    """Return the name of the only cluster that is up. With or_stopped and none up: of the only one that has logs."""
     from rlctl.cluster.state import NoSuchCluster, known_clusters, running_clusters
 
     names = running_clusters()

@@ -1,4 +1,4 @@
-"""The output of `rlctl cluster`: a line for each host while it starts, a table for each cluster, the next command."""
+"""The output of `rlctl cluster`: a line for each host that starts, tables of clusters, and the next commands."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiti
 
 
 class Progress:
-    """Printed lines on finished work, and on a terminal a spinner for the work in hand."""
+    """Progress on stderr: a line for each finished piece of work, and on a terminal a spinner for the current one."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -33,7 +33,7 @@ class Progress:
             self._status.stop()
 
     def say(self, sign: str, text: str) -> None:
-        """Print a line. sign: ok, bad, warning, or doing, which a spinner shows until the next line."""
+        """Print a line with its sign: ok, bad or warning. With the sign doing, show `text` at the spinner instead."""
         if sign == "doing":
             if self._status is not None:
                 self._status.update(text)
@@ -41,7 +41,7 @@ class Progress:
             return
         word, style = _SIGNS[sign]
         if self._console.is_terminal:
-            # Continued lines are below the text, not below the sign.
+            # In a table, the further lines of a long text are below the text, not below the sign.
             row = Text(word, style=style), Text(text)
             self._console.print(make_table(names(style="", width=7), texts(), rows=[row], gap=1))
         else:
@@ -49,7 +49,7 @@ class Progress:
 
 
 def next_steps(state: ClusterState) -> str:
-    """Return the commands to type next, aligned."""
+    """Return the commands to type next with their purposes, in two aligned columns."""
     steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
     if state.dashboard:
         steps.append((f"rlctl train grpo --cluster {state.name}", "a run that lives on it"))
@@ -66,7 +66,7 @@ def next_steps(state: ClusterState) -> str:
 
 
 def render(state: ClusterState, status: ClusterStatus) -> RenderableType:
-    """Return a cluster in 80 columns: its kind, nodes, listeners, and warnings."""
+    """Return the screen of one cluster, 80 columns wide: state, nodes, listeners, runs, and warnings."""
     style = _COLOURS.get(status.condition, "bold red")
     head = Text.assemble((state.name, "bold"), " ", (status.condition, style), f": {summary(state, status)}")
     parts: list[RenderableType] = [head, Text(""), _nodes_table(status)]
@@ -86,7 +86,7 @@ def render(state: ClusterState, status: ClusterStatus) -> RenderableType:
 
 
 def runs_table(runs: list[dict[str, Any]]) -> Table:
-    """Return the runs on a cluster, a row each, with the number of devices of each pool."""
+    """Return a table of the runs on a cluster, with the number of devices that train and that generate."""
     titles = ("status", "step", "tok/s/device", "train", "generate")
     table = make_table(texts("run"), *map(figures, titles), titles="bold")
     for run in runs:
@@ -99,7 +99,7 @@ def runs_table(runs: list[dict[str, Any]]) -> Table:
 
 
 def clusters_table(clusters: list[dict[str, Any]]) -> Table:
-    """Return all clusters, a row each."""
+    """Return a table with one row for each cluster."""
     table = make_table(*map(texts, ("cluster", "kind", "state", "nodes", "address")), titles="bold")
     for cluster in clusters:
         condition = cluster["condition"]
@@ -125,7 +125,10 @@ def _nodes_table(status: ClusterStatus) -> Table:
 
 
 def _free_amounts(node: NodeStatus) -> list[str]:
-    """Return the free share: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
+    """Return the free amounts of a node as four cells: CPUs, GPUs, memory and disk.
+
+    CPUs and GPUs are those that Ray can still assign. Memory and disk are measured on the host, in GiB.
+    """
     amounts = ["–", "–"]
     if node.in_ray:
         amounts = [f"{node.free.get(name, 0):g}/{node.total.get(name, 0):g}" for name in ("CPU", "GPU")]

@@ -1,7 +1,7 @@
-"""The answer to a command that does not exist: the word of another tool, the right group, or the nearest name.
+"""Answers to commands that do not exist: they name the command that the user may have meant.
 
-Users of TRL, verl, NeMo-RL, prime-rl and vLLM type the words of the table. A key that does not exist is answered in
-the same way (`rlctl/config/unknown_keys.py`).
+The answer comes from the table `WORDS`, from the commands of other groups, or from a similar name. `WORDS` has words
+that users of TRL, verl, NeMo-RL, prime-rl and vLLM type. `rlctl/config/unknown_keys.py` does the same for config keys.
 """
 
 from difflib import get_close_matches
@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 from rlctl.config.builtin import algorithm_names, recipe_names
 from rlctl.config.errors import ConfigError, Problem
 
-# Wrong options and arguments. Some versions of Typer have their own classes, others click's; all have this name.
+# Base class of errors for wrong options and arguments: click's UsageError, or Typer's own in some versions of Typer.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-# Least ratio of letters, 0 to 1, at which an option counts as misspelt.
+# A wrong option is answered with a similar option if `difflib`'s ratio of the two names is at least this, 0 to 1.
 _NEAR_OPTION = 0.7
 _TRAIN = "rlctl train grpo RECIPE"
 _ONE_COMMAND = f"{_TRAIN} starts trainer, engines and environments"
@@ -24,7 +24,7 @@ _PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or
 _WEIGHTS = "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"
 _SERVE = "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"
 _EVALUATE = "rlctl eval RUN measures it"
-# Word of another tool -> answer. A word that is a command of a group needs no row.
+# Word of another tool -> answer. Words that are commands of some group of rlctl are found without this table.
 WORDS = {
     # TRL
     "dpo": _PREFERENCES,
@@ -63,6 +63,7 @@ WORDS = {
     "tokenize": "rlctl data preview RECIPE shows how rows become tokens",
     "help": "rlctl --help shows the commands",
 }
+# Word of other command lines -> command of a group of rlctl.
 SAME = {
     "ls": "list",
     "ps": "list",
@@ -102,7 +103,7 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def _grouped_commands(self) -> dict[str, str]:
-        """Return the commands of the groups in this one: GROUP COMMAND -> COMMAND."""
+        """Return the commands of this group's subgroups: "GROUP COMMAND" -> "COMMAND"."""
         grouped = dict[str, str]()
         for name, group in self.commands.items():
             if isinstance(group, TyperGroup):
@@ -111,12 +112,12 @@ class Commands(TyperGroup):
 
 
 def _as_config_error(error: Any) -> Exception:
-    """Return the error of a wrong option or argument as one line. An error whose text is the help stays as it is."""
+    """Return a ConfigError with one line for a wrong option or argument. Return an error that shows the help as is."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
     names: list[str] = []
     context = error.ctx
-    # The outermost name is that of the program, as it was started.
+    # The outermost context is left out: its name is that of the program, for example a path.
     while context and context.parent:
         names.insert(0, context.info_name)
         context = context.parent
@@ -137,7 +138,7 @@ def _as_config_error(error: Any) -> Exception:
 
 
 def _key_remark(option: str, command: str | None) -> str:
-    """Return a remark on a key of the config that was written as an option; empty if no key has such a name."""
+    """Return a remark on an unknown option that is a key of the config, for example --run.seed; else return ""."""
     from rlctl.config.convert import known_keys
     from rlctl.config.fields import schema_keys
     from rlctl.config.schema import KINDS
@@ -155,9 +156,9 @@ def _key_remark(option: str, command: str | None) -> str:
 
 
 def _command_remark(path: str, word: str, commands: list[str], grouped: dict[str, str]) -> str:
-    """Return the answer to an unknown `word` of the group `path`.
+    """Return the answer to an unknown `word` after the group `path`, for example "rlctl runs".
 
-    commands: the commands of the group. grouped: the commands of the groups in it, by GROUP COMMAND.
+    commands: the group's own commands. grouped: the commands of its subgroups, "GROUP COMMAND" -> "COMMAND".
     """
     if word in WORDS and path in ("rlctl", "rlctl train"):
         return WORDS[word]
@@ -180,7 +181,7 @@ def _command_remark(path: str, word: str, commands: list[str], grouped: dict[str
 
 
 def _training_remark(word: str) -> str:
-    """Return the command for the name of an algorithm, a recipe or a file; empty for any other word."""
+    """Return the `rlctl train` command for a word that names an algorithm, a recipe or a file; else return ""."""
     if word in algorithm_names():
         return f"rlctl train grpo {word}-tiny tries it; `defaults: [my.yaml, algorithms/{word}]` is it over a recipe"
     if word in recipe_names():

@@ -1,6 +1,7 @@
 """Completion of recipes, config keys, their values and run names, in bash, zsh and fish (`rlctl --install-completion`).
 
-A shell adds a space behind the only offer. So `key=` is never the only offer: each value is offered as `key=value`.
+If there is one offer alone, a shell completes it and adds a space. A space after `key=` would be wrong, so `key=` is
+never the only offer: each `key=value` is offered too.
 """
 
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import typer
 if TYPE_CHECKING:
     from dataclasses import Field
 
+# Pairs of a completed word and its description.
 Offers = list[tuple[str, str]]
 _ENDS = (".yaml", ".yml")
 
@@ -37,7 +39,7 @@ def complete_config(incomplete: str) -> Offers:
 
 
 def complete_arguments(ctx: typer.Context, incomplete: str) -> Offers:
-    """Offer a recipe, and then keys with their values. bash takes `key=value` apart at the `=`, zsh and fish do not."""
+    """Offer recipes, and keys with their values. bash passes `key=value` as three words, zsh and fish as one."""
     kind = {"grpo": "grpo", "sft": "sft", "eval": "grpo"}.get(str(ctx.info_name))
     arguments = [str(argument) for argument in ctx.params.get("arguments") or []]
     if arguments[-1:] == ["="]:
@@ -70,7 +72,10 @@ def complete_run(ctx: typer.Context, incomplete: str) -> Offers:
 
 @cache
 def _fields_by_key(kind: str | None) -> "dict[str, list[Field[Any]]]":
-    """Return every value's key with its fields in the sections that may have it. kind: None for both kinds."""
+    """Return each key of the config with its fields in the schema. kind: grpo, sft, or None for both.
+
+    A key may have several fields: a list's entries and both kinds of runs may have sections of different classes.
+    """
     from rlctl.config.fields import is_section, schema_keys
     from rlctl.config.schema import KINDS
 
@@ -83,7 +88,7 @@ def _fields_by_key(kind: str | None) -> "dict[str, list[Field[Any]]]":
 
 
 def _offer_values(key: str, kind: str | None) -> Offers:
-    """Return the words that a key may have, and its default. An empty value is the user's to fill in."""
+    """Return the values that a key may have, and its default. A key of free text without default offers "" alone."""
     from itertools import chain
     from types import NoneType
 
@@ -110,7 +115,7 @@ def _offer_values(key: str, kind: str | None) -> Offers:
 
 @cache
 def _read_defaults(kind: str) -> dict[str, str]:
-    """Return the default of every key that has one."""
+    """Return each key with its default, as text. Keys of a kind that have no default are left out."""
     from rlctl.config.builtin import CONFIGS
     from rlctl.config.compose import compose
     from rlctl.config.provenance import leaves
@@ -124,7 +129,7 @@ def _first_sentence(fields: "list[Field[Any]]") -> str:
 
 
 def _may_be_of_kind(name: str, kind: str | None) -> bool:
-    """Return True unless the name of a recipe begins with another kind."""
+    """Return True unless the recipe's name begins with the name of another kind, for example "sft-"."""
     return kind is None or not name.startswith(tuple({"grpo-", "sft-"} - {f"{kind}-"}))
 
 

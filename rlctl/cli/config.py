@@ -1,4 +1,4 @@
-"""`rlctl config`: shows a run's config: values with their origins, mistakes, and the meaning of each key."""
+"""`rlctl config`: shows, checks and compares configs, drafts one from another tool's, and prints all keys."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A config tree as lines of YAML with remarks, and the differences of two trees as a table."""
+"""Output of `rlctl config`: a config as lines of YAML with remarks, and the differences of two configs as a table."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,15 +15,16 @@ from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
 from rlctl.dashboard.console import make_table, names, texts
 
+# Key of a config -> metadata of its field, such as "doc".
 _METADATA: dict[str, Mapping[str, Any]] = {}
 for _schema in KINDS.values():
     _METADATA |= {key: field.metadata for key, field in schema_keys(_schema)}
 _ABSENT = object()
-MAX_INDENT = 44  # columns before the comments
+MAX_INDENT = 44  # the most columns before a comment
 
 
 def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
-    """Return (line of YAML, origin of its value, meaning of its key); the lines together are the config."""
+    """Return the whole config as (line of YAML, origin of its value, meaning of its key), in order."""
     described = []
     for line, node, key in _render_section(root, "", ""):
         origin = str(node.origin) if node else ""
@@ -33,7 +34,7 @@ def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
 
 
 def print_lines(lines_with_remarks: list[tuple[str, str]], out: Console) -> None:
-    """Print each (line, remark) as YAML with a comment: on one line in a pipe, in two columns on a terminal."""
+    """Print each (line of YAML, remark) with the remark as a comment, on a terminal in two columns."""
     widths = [len(line) for line, remark in lines_with_remarks if remark]
     width = min(MAX_INDENT, max(widths, default=0))
     if not out.soft_wrap and width:
@@ -49,7 +50,7 @@ def print_lines(lines_with_remarks: list[tuple[str, str]], out: Console) -> None
 
 
 def difference(name_a: str, a: ConfigNode, name_b: str, b: ConfigNode) -> Table | None:
-    """Return the leaves whose values differ, or None."""
+    """Return a table of the keys whose values differ; None if no value differs."""
     values_a = _resolved_values(a)
     values_b = _resolved_values(b)
     keys = [key for key in {**values_a, **values_b} if values_a.get(key, _ABSENT) != values_b.get(key, _ABSENT)]
@@ -63,7 +64,7 @@ def difference(name_a: str, a: ConfigNode, name_b: str, b: ConfigNode) -> Table 
 
 
 def _render_section(node: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
-    """Return (line, node of a value that ends on it, dotted key) for the children of a mapping."""
+    """Return (line, node, dotted key) for each line of a mapping's children. A line without a value has node None."""
     assert isinstance(node.value, dict)
     rendered: list[tuple[str, ConfigNode | None, str]] = []
     for name, child in node.value.items():
@@ -101,7 +102,7 @@ def _yaml_text(value: object) -> str:
 
 
 def _resolved_values(root: ConfigNode) -> dict[str, object]:
-    """Return dotted key -> value, with paths resolved as a run would, so that a run equals its recipe."""
+    """Return dotted key -> value. Paths are resolved as a run does it, so that a run's config equals its recipe."""
     values: dict[str, object] = {}
     folder = node_at(root, ["run", "dir"])
     runs = Path(str(folder.value)) if folder and folder.value else None

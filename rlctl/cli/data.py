@@ -44,7 +44,7 @@ def preview(
     from rlctl.launch.prepare import RunRequest, prepare
 
     recipe, overrides = split_any(arguments, DEFAULT)
-    # Nothing is started, so that a run of the recipe's name may exist.
+    # run.name=null, because a preview starts nothing: it must also work if a run of the recipe's name exists.
     request = RunRequest(None, recipe, [*overrides, "run.name=null"])
     prepared = prepare(request, "checked", ShownProgress())
     sft = prepared.settled.sft
@@ -65,7 +65,7 @@ def preview(
 
 
 def _mark_trained(name: str, pieces: list["Piece"]) -> "Text":
-    """Return a row's text. The part that is trained on is coloured, or {+like this+} if colours are off."""
+    """Return a row's text with the part that is trained on in green, or between {+ and +} if colours are off."""
     from rich.text import Text
 
     has_colours = console().is_terminal and not console().no_color

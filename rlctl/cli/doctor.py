@@ -57,7 +57,7 @@ def doctor(
 
 
 def _install(plan: "InstallPlan") -> None:
-    """Print the commands of a plan, and run them unless something is in the way. The first that fails is the last."""
+    """Print the commands of a plan, and run each unless the plan has an obstacle. Stop after the first that fails."""
     from rlctl.preflight.installation import run_command
 
     note(plan.notes)

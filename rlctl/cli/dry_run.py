@@ -1,4 +1,4 @@
-"""`rlctl train --dry-run`: shows the plan, writes the resolved config, starts nothing."""
+"""`rlctl train --dry-run`: shows the plan of a run and writes its resolved config. It starts nothing."""
 
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -10,7 +10,10 @@ if TYPE_CHECKING:
 
 
 def show_dry_run(prepared: "PreparedRun", cluster: str = "") -> None:
-    """Show a planned run. Read its rows, and write its config. cluster: the name of the cluster that gets the run."""
+    """Show the plan of a run, read its data, and write its config.
+
+    cluster: name of the cluster that would get the run; its data are not read here. Empty: this machine.
+    """
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.launch.resume import plan_of_resume
 

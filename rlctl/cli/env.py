@@ -1,4 +1,4 @@
-"""`rlctl env`: environments tried before a run, by a script or by a model."""
+"""`rlctl env`: tries an environment before a run, with scripted answers or with a model."""
 
 import json
 from collections.abc import Sequence
@@ -160,16 +160,16 @@ def _play_episodes(
 ) -> "PlayedEpisodes":
     from rlctl.workers.reaper import scratch_folder
 
-    # The line of `title` ends before an error is printed.
+    # `busy` is the innermost, so that its moving line is gone when an error is printed.
     with explain_engine_errors("interrupted"), scratch_folder("rlctl-env-") as logs, busy(title):
-        # The import of torch takes seconds.
+        # Imported within `busy`, because it imports torch, which takes seconds.
         from rlctl.evaluation.engine_episodes import play_episodes
 
         return play_episodes(config, section, rows, count, step, logs, tell)
 
 
 def _parse_arguments(texts: list[str] | None) -> dict[str, Any]:
-    """Return the class's arguments. Raises ConfigError for a text that is no KEY=VALUE."""
+    """Return the environment's arguments by name, from KEY=VALUE texts. Raises ConfigError for any other text."""
     import yaml
 
     arguments: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def _took_text(seconds: float) -> str:
 
 
 def _print_labelled(label: str, text: str) -> None:
-    """Print a label and a text in lines of the terminal's width. Cut a long text."""
+    """Print a label and a text, wrapped to the terminal's width. Cut the text after 400 characters."""
     import shutil
     from textwrap import wrap
 

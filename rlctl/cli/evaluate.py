@@ -1,4 +1,4 @@
-"""`rlctl eval`: accuracy of a checkpoint, a run or a model folder on held-out tasks; other rewards; comparisons."""
+"""`rlctl eval`: measures a model on held-out tasks, scores stored answers again, or compares two results."""
 
 import json
 from collections.abc import Iterator
@@ -112,7 +112,10 @@ def _compare(first: Path, second: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _show_progress() -> Iterator[Any]:
-    """Show the number of finished tasks on stderr: a moving line on a terminal, elsewhere a line for each saving."""
+    """Yield a function that shows the number of finished tasks on stderr.
+
+    On a terminal it changes one line. Elsewhere it prints a line each time answers are saved.
+    """
     out = console(stderr=True)
     if not out.is_terminal:
         yield lambda name, done, count: say(f"{name}: {done} of {count} tasks", err=True)

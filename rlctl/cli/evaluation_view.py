@@ -12,14 +12,14 @@ from rlctl.dashboard.formats import count, number, percent
 
 
 def result_table(result: Mapping[str, Any]) -> Group:
-    """Return the figures of one data set, with intervals at 95%."""
+    """Return a table of a result's figures on one data set, with 95% confidence intervals."""
     title = f"{count(result['figures']['tasks'], 'task')}, {_describe_sampling(result)}"
     table = make_table(*_columns(), rows=_result_rows(result))
     return Group(Text.assemble((f"{result['target']} on {result['data']}", "bold"), f": {title}"), table, "")
 
 
 def comparison_table(result: Mapping[str, Any]) -> Group:
-    """Return the difference of two results, and say if it is more than chance."""
+    """Return a table of the differences of two results, with a verdict if each is more than chance."""
     table = make_table(*_columns())
     for label, format_difference in (("accuracy", _points_text), ("reward", _signed_text)):
         difference = result[label]
@@ -39,7 +39,7 @@ def _columns() -> tuple[Column, ...]:
 
 
 def _settings_lines(result: Mapping[str, Any]) -> Iterator[Text]:
-    """Yield the settings of both sides of a comparison: in one line if they are equal."""
+    """Yield lines with the sampling settings of both results: one line if they are equal, else one line each."""
     first = _describe_side(result, "first")
     if not result["unequal"]:
         yield Text(f"both: {first}", "bright_black")
@@ -51,7 +51,7 @@ def _settings_lines(result: Mapping[str, Any]) -> Iterator[Text]:
 
 
 def _describe_sampling(settings: Mapping[str, Any]) -> str:
-    """Return how answers were sampled: `4 answers each, temperature 1, top_p 0.9`."""
+    """Return a text on how answers were sampled, for example "4 answers each, temperature 1, top_p 0.9"."""
     temperature = settings["temperature"]
     parts = [f"{count(settings['generations'], 'answer')} each"]
     parts.append(f"temperature {temperature:g}" if temperature else "greedy")
@@ -72,7 +72,7 @@ def _describe_side(result: Mapping[str, Any], side: str) -> str:
 
 
 def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (label, value, interval or detail)."""
+    """Yield the rows of a result's table: (label, value, interval or detail)."""
     figures = result["figures"]
     num_answers = result["generations"]
     if "accuracy" in figures:
@@ -108,7 +108,7 @@ def _estimate_row(
 
 
 def _interval_text(estimate: Mapping[str, Any], format_number: Callable[[float], str]) -> str:
-    """Return the interval at 95%, or the reason for its absence."""
+    """Return the 95% confidence interval as text, or the reason why there is none."""
     if estimate["low"] is None:
         return str(estimate["note"])
     low = format_number(estimate["low"]).removesuffix(" points")

@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 app = typer.Typer(help="List and copy examples: parts of your own, and ways to a model.", no_args_is_help=True)
 
-# Left by runs in a folder that is copied.
+# Files that a run leaves in an example's folder. They are not copied.
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "runs", ".*")
 
 
@@ -58,10 +58,10 @@ def _read_page(name: str) -> str:
 
 
 def _read_summary(name: str) -> str:
-    """Return the first paragraph of an example's page, without its title."""
+    """Return the first paragraph after the title of an example's README.md."""
     return " ".join(_read_page(name).split("\n\n")[1].split())
 
 
 def _read_commands(name: str) -> list[str]:
-    """Return the lines of the first block of an example's page."""
+    """Return the lines of the first code block of an example's README.md."""
     return _read_page(name).split("```")[1].strip().splitlines()

@@ -1,4 +1,4 @@
-"""`rlctl export`: a checkpoint as a Hugging Face folder with a model card, and its way to the hub."""
+"""`rlctl export`: writes a checkpoint as a Hugging Face folder with a model card, and uploads the folder to the hub."""
 
 from pathlib import Path
 from typing import Annotated, Literal

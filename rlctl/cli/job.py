@@ -1,6 +1,6 @@
-"""The program of a Ray job that drives a run, on the cluster's head: `python -m rlctl.cli.job RUN_DIR`.
+"""The program of a Ray job that drives a run on a cluster's head node: `python -m rlctl.cli.job RUN_DIR`.
 
-Flags: --wait (until the cluster has room), --probe (compare trainer and generator, then stop).
+Flags: --wait (wait until the cluster has room), --probe (compare trainer and generator, then stop).
 """
 
 import json
@@ -24,7 +24,7 @@ def main() -> int:
     record = JobRecord.read(run)
     assert record is not None, f"{run} has no job.json"
     os.chdir(record.work)
-    # Rewards of the user's own are modules of the working directory.
+    # A user's rewards are imported from the working directory.
     sys.path.insert(0, record.work)
     if (secrets := run / SECRETS).exists():
         os.environ.update(json.loads(secrets.read_text(encoding="utf-8")))
@@ -40,10 +40,11 @@ def main() -> int:
 
 
 def _leave_group() -> None:
-    """Go on as a child in a new session. The parent waits for the child, and ends with the child's exit code.
+    """Fork, and return in a child in a new session. The parent waits, and exits with the child's exit code.
 
-    Ray kills a job's group when the cluster's head is gone: nobody would learn why the run ended. A stop reaches the
-    child, since Ray sends it to all processes of a job. The kernel asks the child to stop when the parent is gone.
+    Ray kills a job's process group when the cluster's head is gone. The child survives this, so it can record why the
+    run ended. A stop of the job still reaches the child, because Ray sends SIGTERM to all processes of a job. The
+    kernel sends SIGTERM to the child when the parent is gone.
     """
     child = os.fork()
     if child == 0:
@@ -57,7 +58,7 @@ def _leave_group() -> None:
 
 
 def _explained_main() -> int:
-    """Drive the run. Print a mistake of the input as one line."""
+    """Drive the run and return its exit code. Print a user's error as one line."""
     try:
         return main()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""`rlctl`: the command line. Nothing slow is imported before a command needs it.
+"""`rlctl`: the command line. Slow packages are imported only inside the commands that need them.
 
 Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
 """
@@ -33,7 +33,7 @@ from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem, UserError
 
-# Errors of a path that cannot be used.
+# Error numbers of a path that a user typed and that cannot be used.
 _UNUSABLE = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
@@ -44,7 +44,7 @@ _UNUSABLE = (
     errno.EROFS,
     errno.ELOOP,
 )
-# Errors of a full disk.
+# Error numbers of a full disk or quota.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _ORDER = (
@@ -67,7 +67,7 @@ _ORDER = (
 
 
 class _InOrder(Commands):
-    """The commands in the order in which a user needs them; Typer would put single commands before groups."""
+    """Root group that lists its commands in the order of `_ORDER`. Typer would list single commands before groups."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return sorted(self.commands, key=_ORDER.index)
@@ -118,10 +118,10 @@ def root(
 def main() -> None:
     """Run the command line as a process, and end it with the command's exit code."""
     codes: list[int] = []
-    # Registered before the handlers of imported libraries, called after them.
+    # Registered before any library is imported, so that it is called after the handlers of libraries.
     atexit.register(_skip_teardown, codes)
     _open_standard_streams()
-    # In a locale without UTF-8, a missing sign becomes `?`. It must not end a command or a run.
+    # In a locale without UTF-8, print `?` for a character that it lacks. An error would end a command or a run.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -135,7 +135,7 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Open /dev/null for each of the three standard streams that the caller closed.
 
-    The next file that the process opens would have the stream's number, and get the output of child processes.
+    Otherwise the next file that the process opens gets the stream's number, and child processes write into that file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -149,12 +149,15 @@ def _open_standard_streams() -> None:
 
 
 def _skip_teardown(codes: list[int]) -> None:
-    """End the process without freeing every object of torch, transformers and Ray: 1.2 s of CPU."""
+    """End the process at once. A normal exit frees every object of torch, transformers and Ray: 1.2 s of CPU.
+
+    codes: the exit code, or empty if the interpreter chooses it.
+    """
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except (OSError, ValueError) as error:
-        # The interpreter reports output that cannot be written. Nobody reads the report on a closed terminal.
+        # A normal exit reports output that cannot be written. EIO is a closed terminal, where nobody reads the report.
         if not isinstance(error, OSError) or error.errno != errno.EIO:
             return
     if codes:
@@ -162,7 +165,7 @@ def _skip_teardown(codes: list[int]) -> None:
 
 
 def answer() -> None:
-    """Run the command line. Report bad input in one line for each mistake, with exit code 2, never by a traceback."""
+    """Run the command line. For bad input, print one line for each mistake instead of a traceback, and exit with 2."""
     try:
         os.getcwd()
     except OSError as error:
@@ -184,10 +187,11 @@ def answer() -> None:
     except OSError as error:
         if error.errno in _FULL:
             say(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
-            # The interpreter would report the rest of the buffer, and change the exit code.
+            # Redirect stdout, because the interpreter would fail to write the rest of its buffer at exit, report this
+            # and change the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(FAILED)
-        # A typed path that is impossible or may not be written is no defect. Any other error needs its traceback.
+        # A path that a user typed and that cannot be used is bad input. Any other OSError keeps its traceback.
         if error.errno not in _UNUSABLE or error.filename is None:
             raise
         report([Problem(str(error.filename), "", str(error.strerror))])

@@ -1,4 +1,4 @@
-"""`rlctl model`: describes any causal language model, and proves before a run that it trains exactly."""
+"""`rlctl model check`: describes a causal language model, and proves before a run that it trains exactly."""
 
 import json
 from typing import Annotated
@@ -48,7 +48,7 @@ def check(
     findings = []
     with explain_engine_errors("interrupted"), scratch_folder("rlctl-model-") as scratch:
         run, files, placement = checked_run(find_target(name, runs_folder()), scratch)
-        # The import of torch takes seconds.
+        # Imported here, because it imports torch, which takes seconds.
         from rlctl.evaluation.model_check import check_model
 
         for finding in check_model(run, files, placement, engine, scratch):
@@ -64,7 +64,7 @@ def check(
 
 
 def _show(subject: str, text: str, holds: bool | None) -> None:
-    """Print a verdict, a subject and a text in lines of the terminal's width."""
+    """Print one finding: verdict (ok, FAILS or none), subject and text, wrapped to the terminal's width."""
     import shutil
     from textwrap import wrap
 

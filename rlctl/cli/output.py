@@ -13,7 +13,7 @@ from rlctl.utils.safe_text import neutral
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Most problems that are printed. All keys of another tool's config are.
+# The most problems that are printed. It is large enough for a config of another tool, where every key is a problem.
 _MAX_PROBLEMS = 150
 # Exit codes.
 OK = 0
@@ -40,7 +40,7 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line that may hold names and messages of others: their escapes are neutralised."""
+    """Print a line. Terminal escape sequences are made visible, because the line may quote names and messages."""
     typer.echo(neutral(text), err=err)
 
 
@@ -54,7 +54,7 @@ def busy(activity: str) -> Iterator[None]:
 
 @contextmanager
 def reading(activity: str) -> Iterator[None]:
-    """Show a moving line while data are read; turn their first mistake into a ConfigError."""
+    """Show a moving line while data are read. Turn a DataError, a mistake in the data, into a ConfigError."""
     from rlctl.data.files import DataError
 
     with locate_errors("data", DataError), busy(activity):
@@ -62,7 +62,7 @@ def reading(activity: str) -> Iterator[None]:
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Print the problems, one a line, then their number."""
+    """Print each problem on a line of stderr, then their number."""
     from rich.text import Text
 
     problems = list(problems)
@@ -76,7 +76,7 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def note(lines: Iterable[str]) -> None:
-    """Print remarks on stderr. They stop nothing."""
+    """Print each remark as a line `note: ...` on stderr."""
     from rich.text import Text
 
     for line in lines:
@@ -84,10 +84,10 @@ def note(lines: Iterable[str]) -> None:
 
 
 class ShownProgress:
-    """Progress of a preparation on this terminal; the protocol is `PrepareProgress`."""
+    """Shows the progress of `prepare` on this terminal. It implements the protocol `PrepareProgress`."""
 
     def busy(self, activity: str) -> AbstractContextManager[None]:
-        """Show a moving line."""
+        """Show a moving line during the block."""
         return busy(activity)
 
     def note(self, lines: Iterable[str]) -> None:
@@ -104,7 +104,7 @@ def refuse(error: UserError) -> NoReturn:
 
 @contextmanager
 def explain_errors() -> Iterator[None]:
-    """Turn a user's error or Ctrl-C into one line and the right exit code."""
+    """Turn a UserError into one line and its exit code, and Ctrl-C into exit code 130. ConfigErrors pass through."""
     try:
         yield
     except ConfigError:
@@ -116,16 +116,16 @@ def explain_errors() -> Iterator[None]:
 
 
 def tell(kind: str, **fields: Any) -> None:
-    """Print the warnings of engines."""
+    """Print an engine's event as a note if it is a warning, a restart or a loss. Ignore other events."""
     if kind in ("warning", "engine_restarted", "engine_gone"):
         say(f"note: {fields.get('what') or f'{kind}: {fields}'}", err=True)
 
 
 @contextmanager
 def explain_engine_errors(interrupted: str) -> Iterator[None]:
-    """Turn an error of weights, data or engines into one line and the right exit code.
+    """Turn an error of weights, data or engines into one line and its exit code. ConfigErrors pass through.
 
-    interrupted: the line for Ctrl-C.
+    interrupted: the line that is printed after Ctrl-C.
     """
     try:
         yield

@@ -21,12 +21,12 @@ from rlctl.preflight.trainer_settings import Choice
 if TYPE_CHECKING:
     from rlctl.data.end_tokens import EndTokens
 
-# Most nodes that have a row each; more nodes share rows.
+# Up to this number of nodes each node has a row. More nodes share rows.
 _MAX_NODES = 8
 
 
 def format_plan(plan: RunPlan) -> Group:
-    """Return placement, batch, memory, the place of each state and the schedule, one under the other."""
+    """Return the tables of a plan: placement, batch, memory, where each state is kept, chosen values, schedule."""
     parts = [format_rows("where", _placement_rows(plan)), format_rows("one step", _step_rows(plan))]
     if plan.memory:
         parts.append(_format_part("memory a device", _memory_table(plan.memory)))
@@ -48,7 +48,10 @@ def _format_part(title: str, table: Table) -> Group:
 
 
 def data_rows(counts: dict[str, int] | None, ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """Return the number of rows, and the tokens at which an answer ends. Each is None if it is on a hub alone."""
+    """Return (label, text) rows on the data: the number of rows, and the tokens that end an answer.
+
+    counts: rows by data set; None if some data set is not on this machine. ends: None if the model is not.
+    """
     rows = [("rows", "not read: not all are on this machine; rlctl data preview fetches")]
     if counts is not None:
         rows = [(name, f"{count(number, 'row')}, all read and checked") for name, number in counts.items() if number]
@@ -78,7 +81,7 @@ def _placement_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _node_rows(placement: Placement) -> list[tuple[str, str]]:
-    """Return a row for each node in use: processes and their reserved resources. Many nodes share rows."""
+    """Return (node, processes and reserved resources) for each node in use. More than 8 nodes share rows."""
     if len(placement.used_nodes) > _MAX_NODES:
         return _shared_node_rows(placement)
     rows = []
@@ -93,7 +96,7 @@ def _node_rows(placement: Placement) -> list[tuple[str, str]]:
 
 
 def _shared_node_rows(placement: Placement) -> list[tuple[str, str]]:
-    """Return a row for each sequence of nodes with equally many ranks and engines."""
+    """Return one row for each sequence of consecutive nodes with the same number of ranks and of engines."""
     rows = []
     sequences = groupby(
         placement.used_nodes, key=lambda node: (_reserved_amount(placement, node), placement.processes_on(node))
@@ -135,7 +138,10 @@ def _step_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _choice_table(choices: Sequence[Choice]) -> Table:
-    """Return each chosen value with its reason. A value that is written into the recipe holds on any machine."""
+    """Return a table of the values that rlctl chose for `auto`, each with its reason.
+
+    The cells are KEY=VALUE, so that a user can copy them into a recipe to use the same values on other machines.
+    """
     table = make_table(names(), texts())
     for choice in choices:
         value = str(choice.value).lower() if isinstance(choice.value, bool) else f"{choice.value:g}"
@@ -158,7 +164,7 @@ def _memory_table(memory: Memory) -> Table:
 
 
 def _state_table(memory: Memory) -> Table:
-    """Return the place of each state in each phase, and the sum on the device."""
+    """Return a table of where each state (such as optimizer state) is in each phase, and the sum on the device."""
     has_device = memory.state_peak > 0
     titles: list[str] = list(next(iter(memory.placed_states.values())))
     if has_device:
@@ -173,7 +179,7 @@ def _state_table(memory: Memory) -> Table:
 
 
 def _place_text(state: PlacedState) -> str:
-    """Return `device 3.2 GiB`; a state that the host updates may be in both places."""
+    """Return a text such as "device 3.2 GiB". A state is on host and device if the host updates only some weights."""
     amounts = {"host": state.host, "device": state.device}
     return "\n".join(f"{place} {size(amount)}" for place, amount in amounts.items() if amount) or state.place
 

@@ -15,7 +15,11 @@ from rlctl.utils.files import write_whole
 
 
 def write_report(folders: Sequence[Path], output: Path | None, png: Path | None, open_it: bool) -> None:
-    """Write the report of the runs in these directories. Raises ConfigError: no library, or a file is refused."""
+    """Write the report of the runs in these directories.
+
+    output: the page; None: in the first run's directory. png: folder for pictures of the charts; None: no pictures.
+    Raises ConfigError if vl-convert-python is missing, or if a file cannot be written.
+    """
     if not vega.is_installed():
         raise ConfigError([Problem("runs report", "", "needs vl-convert-python: pip install 'rlctl[report]'")])
     runs = read_runs(folders)

@@ -24,7 +24,7 @@ from rlctl.telemetry.jsonl import Record
 def make_query(
     step: str | None, validation: bool, worst: bool, best: bool, group: str | None, grep: str | None
 ) -> RolloutQuery:
-    """Return the query of the options. Raises ConfigError with every wrong option."""
+    """Return the query that the options describe. Raises ConfigError with every wrong option."""
     problems = []
     steps = None
     if step is not None:
@@ -61,14 +61,14 @@ class Printer:
         self._console = SafeConsole(highlight=False, emoji=False)
 
     def show(self, limit: int) -> None:
-        """Print at most `limit` groups, on a terminal through a pager."""
+        """Print at most `limit` groups. On a terminal they are shown in a pager."""
         try:
             answer = select(self._path, self._query, limit)
         except NoSuchGroup as error:
             say(f"error: {self._folder.name}: {error}", err=True)
             raise typer.Exit(BAD_INPUT) from None
         uses_pager = self._console.is_terminal and not self._as_json
-        # git's options: colours, no pager for text that fits on a screen; the text stays after the pager ends.
+        # git's options for `less`: show colours, exit at once if the text fits on a screen, and leave the text there.
         os.environ.setdefault("LESS", "FRX")
         with self._console.pager(styles=True) if uses_pager else nullcontext():
             for group in answer.groups:
@@ -79,7 +79,7 @@ class Printer:
             say("no group has that text", err=True)
 
     def follow(self) -> None:
-        """Print the newest groups and each that is added, until the run ends or Ctrl-C."""
+        """Print the newest groups, then each new group, until the run ends or Ctrl-C."""
         try:
             for group in follow(self._path, self._query, self._has_ended):
                 self._print(group)
@@ -102,7 +102,7 @@ class Printer:
 
 
 def print_group(group: Record, out: Console, pattern: re.Pattern[str] | None = None, tokens: bool = False) -> None:
-    """Print a group for a person. pattern: mark its matches in the texts. tokens: add the exact tokens."""
+    """Print a group as readable text. pattern: its matches are marked. tokens: the exact tokens are added."""
     if out.is_terminal:
         out.print(render_group(group, out, pattern, tokens))
     else:

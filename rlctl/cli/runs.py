@@ -1,4 +1,7 @@
-"""`rlctl runs`: reads past and running runs from their directories, and first fetches new records from clusters."""
+"""`rlctl runs`: shows past and running runs from the files in their directories.
+
+If a cluster drives a run, its new records are fetched first.
+"""
 
 import json
 import os
@@ -16,7 +19,7 @@ from rlctl.config.builtin import runs_folder
 
 app = typer.Typer(help="List, show, watch and stop runs.", no_args_is_help=True)
 
-# This option is eager, so that the completion of a run knows the folder.
+# Eager, so that Typer has read this option when it completes the name of a run (`complete_run`).
 Root = Annotated[
     Path | None,
     typer.Option("--dir", help="The folder of the runs; if left out, the default run.dir.", is_eager=True),
@@ -43,7 +46,7 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     elif not runs:
         say(f"no runs in {root}; start one with: rlctl train grpo")
     else:
-        # A pipe gets all columns, for grep and awk.
+        # In a pipe, show all columns, for grep and awk.
         has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
         console = SafeConsole(width=None if has_width else PIPE_WIDTH)
         console.print(table(runs, console.width))
@@ -104,7 +107,7 @@ def dash(
     else:
         rows = console.height
         if height is None and console.is_terminal:
-            # The prompt after the screen must not push the first line out.
+            # One line less: the shell's prompt below must not scroll the first line off the screen.
             rows -= 1
         console.print(render(state, console.width, rows))
 
@@ -118,7 +121,7 @@ def stop(run: Run = "", root: Root = None) -> None:
 
     folder = _find_run(run, root)
     with explain_errors():
-        # A damaged record is an error here. Elsewhere it is a note.
+        # Here a damaged job.json is an error. For the other commands it is a note.
         JobRecord.read(folder)
     _bring_up_to_date(folder)
     state = read_state(folder)
@@ -248,7 +251,7 @@ def _find_fresh(run: str, root: Path | None) -> Path:
 
 
 def _find_run(run: str, root: Path | None) -> Path:
-    """Return the directory of a run by name or path, of the newest without either; end the command if there is none."""
+    """Return the directory of a run. run: its name or path; empty: the newest run. End the command if there is none."""
     from rlctl.dashboard.run_list import newest
     from rlctl.run.run_dir import find_run
 

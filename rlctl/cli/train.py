@@ -1,4 +1,4 @@
-"""`rlctl train`: prepares a run, then shows its plan, starts the run (`launch`) or hands it to a cluster."""
+"""`rlctl train`: prepares a run. It then shows the plan (--dry-run), starts the run, or submits it to a cluster."""
 
 from pathlib import Path
 from typing import Annotated
@@ -97,7 +97,7 @@ def sft(
 
 
 def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where) -> int:
-    """Prepare the run, and launch it here or hand it to a cluster; return the exit code."""
+    """Prepare a run; show its plan, launch it here, or submit it to a cluster. Return the exit code."""
     from rlctl.launch.prepare import MissingPackagesError, RunRequest, prepare
 
     target = where.target()
@@ -120,7 +120,7 @@ def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run:
     if dry_run:
         show_dry_run(prepared)
         return OK
-    # The import of the parts of a run takes time that a dry run saves.
+    # Imported here, because it is slow and a dry run does not need it.
     from rlctl.launch.assembly import launch_prepared
 
     try:

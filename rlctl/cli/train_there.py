@@ -1,4 +1,4 @@
-"""`rlctl train --cluster`: checks a run against a cluster, submits it, and watches it from here."""
+"""`rlctl train --cluster`: checks a run for a cluster, submits it as a job, and watches it from this machine."""
 
 import os
 import sys
@@ -17,24 +17,27 @@ if TYPE_CHECKING:
     from rlctl.launch.prepare import PreparedRun
     from rlctl.launch.runtime import Runtime
 
-# The cluster that this very process is a job of.
+# Value of --cluster for a process that already is a job of a cluster: it drives the run on that cluster.
 HERE = "here"
 _CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPTED, "stopped": INTERRUPTED}
 
 
 @dataclass(frozen=True)
 class Where:
-    """The options on the place of a run: this machine, or a cluster and how it gets the run."""
+    """Options that say where a run is driven: on this machine, or on a cluster, and how it is submitted."""
 
     cluster: str | None
     wait: bool
     detach: bool
-    # Names of environment variables.
+    # Names of environment variables whose values are sent to the cluster.
     secrets: list[str]
     probe: bool = False
 
     def target(self) -> "TargetCluster | None":
-        """Return the cluster that gets the run; None if this process drives it. End the command if it takes no runs."""
+        """Return the cluster to submit to; None if this process drives the run.
+
+        End the command with an error if the cluster is not up, or takes no runs.
+        """
         if self.cluster is None or self.cluster == HERE:
             options = {
                 "--wait": self.wait and self.cluster is None,
@@ -61,7 +64,10 @@ class Where:
 
 
 def train_there(where: Where, target: "TargetCluster", prepared: "PreparedRun") -> int:
-    """Submit a run, or show its plan; return the exit code: the run's own, if it is watched to its end."""
+    """Submit a run to a cluster and watch it, or show its plan. Return the exit code.
+
+    It is the run's own exit code if the run ends while it is watched.
+    """
     from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
 
@@ -92,7 +98,10 @@ def train_there(where: Where, target: "TargetCluster", prepared: "PreparedRun") 
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
-    """Show a run of a job until the run ends; return its exit code. Ctrl-C leaves the run running."""
+    """Show a submitted run until it ends, and return its exit code. Ctrl-C leaves the run running.
+
+    every: print a line for every this many steps, if there is no live view. dashboard: on, off or auto.
+    """
     from rlctl.cluster.jobs.watch import follow_run, refresh_run
     from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.state import read_state
@@ -101,7 +110,7 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
     with suppress(KeyboardInterrupt), follow_run(run) as following:
-        # The local copy may end with an earlier attempt.
+        # Fetch first, because the local copy may end with records of an earlier attempt.
         refresh_run(run)
         submitted = (run / "job.json").stat().st_mtime
         view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, submitted)

@@ -1,7 +1,7 @@
 """The clock of one step: named phases and named idle times that add up to its wall time (contract 5).
 
-`time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
-Pure: the clock is passed in, and `StepRecorder` alone writes events.
+`time/step` equals the sum of every other `time/*` of the step; `time/other` is the time outside every phase.
+`StepClock` takes its time source as an argument and writes nothing. `StepRecorder` alone writes events.
 """
 
 import math
@@ -14,7 +14,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.metrics import IN_ASYNC, STEP_TIME, Metric, ReportChart, rows_where
 
 _PHASES = ReportChart(STEP_TIME, "Phases of a step", 20, stacked=True)
-# A table: each row fills its lines.
+# ruff must not split the rows of this table over more lines.
 # fmt: off
 STEP_SECONDS = Metric("time/step", "wall time of the step, seconds", "seconds", chart=None)
 TRAIN_SECONDS = Metric("time/train", "seconds", "seconds", chart=_PHASES)
@@ -39,12 +39,15 @@ METRICS = (
     Metric("time/NAME", "seconds", "seconds", chart=_PHASES),
 )
 # fmt: on
-# Spans that are no part of throughput.
+# Phases whose seconds throughput leaves out of a step's wall time.
 APART = (VALIDATION_SECONDS.name, CHECKPOINT_SECONDS.name)
 
 
 class StepClock:
-    """Clock of one step, from its construction to `finish`. Spans are exclusive; a name may occur several times."""
+    """Clock of one step, from its construction to `finish`.
+
+    Phases do not overlap. Several phases of a step may have the same name: their seconds are added.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -54,7 +57,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's seconds as `time/NAME`; the phase idle_X is a wait for X.
+        """Add the block's seconds to `time/NAME`. A phase idle_X is a wait for X, for example idle_rollouts.
 
         Raises RuntimeError inside another phase.
         """
@@ -76,7 +79,7 @@ class StepClock:
 
 
 class StepRecorder(StepClock):
-    """A clock whose phases are also events."""
+    """A `StepClock` that also writes an event "phase" when a phase begins."""
 
     def __init__(self, events: EventLog, step: int) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class StepRecorder(StepClock):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Emit the phase, and count the block's seconds as `time/NAME`."""
+        """Write the event "phase", and add the block's seconds to `time/NAME`."""
         self._events.emit("phase", step=self._step, name=name)
         with super().phase(name):
             yield

@@ -1,7 +1,7 @@
 """Writers of events.jsonl (occurrences of a run) and metrics.jsonl (numbers of a step).
 
-Dashboard, lines, summary and reports read these files and nothing else (contract 7). Times are unix seconds, and never
-go back in a run.
+The dashboard, the plain log, the summary and the reports read these files and nothing else (contract 7). Times are
+unix seconds. Within a run they never decrease.
 Kinds of events: run_started, chosen, startup, started, phase, refit_opened, checkpoint, validation_started, prompts,
 warning, error, engine_lost, engine_restarted, engine_gone, redrawn, dispatch, restart, submitted, run_ended.
 Metric names, units and meanings are in `metrics.py`.
@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from rlctl.telemetry.jsonl import JsonlWriter, Record, last_record
 from rlctl.utils.process import uptime_s
 
-# A time that is later than now by more seconds is damage, and no wrong clock.
+# A recorded time further ahead of now than this comes from a damaged record, and is ignored.
 _MOST_AHEAD_S = 86_400.0
 
 
 class Tracker(Protocol):
-    """A receiver of the numbers of metrics.jsonl, and of groups of rollouts: TensorBoard, Weights & Biases."""
+    """A receiver of metrics and of groups of rollouts, for example TensorBoard or Weights & Biases."""
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -32,13 +32,13 @@ class Tracker(Protocol):
 
 
 class RunClock:
-    """Unix seconds that never go back, also when the machine's clock is set back. Thread-safe.
+    """Unix seconds that never decrease, also when the machine's clock is set back. Thread-safe.
 
-    Readers compare times to find new records, and those of an earlier attempt. files: the clock goes on from
-    their newest time.
+    Readers compare times to find new records, and to tell the attempts of a run apart.
     """
 
     def __init__(self, *files: Path) -> None:
+        """Start the clock no earlier than the last record of each of `files`."""
         newest = [as_number(last_record(file).get("time")) or 0.0 for file in files]
         self._time = max(seconds for seconds in [0.0, *newest] if seconds < time.time() + _MOST_AHEAD_S)
         self._uptime = uptime_s()
@@ -57,14 +57,14 @@ class EventLog(JsonlWriter):
 
     - run_started: name, algorithm, model, num_steps, start_step (steps already done), attempt,
       device (cpu or cuda), devices {trainer, generator}, ranks, engines, shared (devices), and `process.identity()`
-    - startup: what; without `seconds` at its begin, with `seconds` at its end
+    - startup: what (a stage of the start); written without `seconds` when it begins, with `seconds` when it ends
     - phase: step, name; begins now and lasts until the next phase
     - run_ended: status (done, failed, interrupted or stopped), reason, next (commands to paste)
     """
 
     def __init__(self, path: Path, now: Callable[[], float] | None = None) -> None:
         super().__init__(path)
-        # Clock of all records of the run.
+        # Time source of every record of the run, in both files.
         self.now = now or RunClock(path, path.with_name("metrics.jsonl"))
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -74,8 +74,8 @@ class EventLog(JsonlWriter):
 class MetricsLog:
     """metrics.jsonl: one flat record a step, a validation or a checkpoint (kind "step", "validation", "checkpoint").
 
-    A value that is no finite number is left out, and reported as one warning event a name. Trackers receive the written
-    numbers.
+    A value that is not a finite number is left out. The first time this happens to a metric name, a warning event says
+    so. Trackers receive the same numbers as the file.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class MetricsLog:
 
 
 def as_number(value: Any) -> float | int | None:
-    """Return a scalar (also NumPy's, or a 0-d tensor) as a Python number; None for NaN, infinity and all else."""
+    """Return a scalar (also NumPy's, or a 0-d tensor) as a Python number; None for NaN, infinity and other types."""
     if not isinstance(value, (int, float)):
         try:
             value = value.item()

@@ -1,14 +1,14 @@
-"""Exact tokens of recorded groups: columns of numbers as text in a line of rollouts.jsonl, and back.
+"""Exact tokens of recorded groups: encode token rows as text in a line of rollouts.jsonl, and decode them.
 
-The trained tokens are the sampled ones (contract 4). A group's field `exact` has the rows of all its rollouts, one
-after the other. A rollout has one row, and several where its history was rewritten on the way. Fields of `exact`:
+The trained tokens are the sampled ones (contract 4). A rollout has one token row, or several if its history was
+rewritten on the way. A group's field `exact` has the rows of all its rollouts, concatenated. Fields of `exact`:
 
-- rows: for each rollout the numbers of tokens of its rows
-- tokens, sampled, log_probs, versions, turns: one column each, as base64 of zlib of little-endian numbers: int32,
-  uint8, float32, int32, int16. Columns are those of `TokenRow`. Earlier versions wrote no turns.
-- keys: the fate of keys and values at a change of weights, see `KeyUse`
+- rows: for each rollout a list with the number of tokens of each of its rows
+- tokens, sampled, log_probs, versions, turns: the arrays of `TokenRow`, each as base64 of zlib of little-endian int32,
+  uint8, float32, int32, int16. Earlier versions of rlctl wrote no turns.
+- keys: a `KeyUse`: whether attention keys and values were kept when the weights changed
 
-They take about 7.5 bytes a sampled token, half for the log-prob, and 0.3 s of a core for a million tokens.
+A sampled token takes about 7.5 bytes; half is its log-prob. Encoding a million tokens takes 0.3 s of a core.
 """
 
 import base64
@@ -26,42 +26,44 @@ from rlctl.telemetry.jsonl import Record
 
 EXACT = "exact"
 _COLUMNS = {"tokens": "<i4", "sampled": "|u1", "log_probs": "<f4", "versions": "<i4", "turns": "<i2"}
-# A higher one saves 3% and takes three times as long.
+# zlib level. A higher level saves 3% and takes three times as long.
 _LEVEL = 1
 
 
-# kept: a turn that goes on across a change of weights keeps the keys and values of its tokens so far. recomputed: it
-# computes them again with the new weights. reused: kept, and later turns find them in the prefix cache too.
+# Says which attention keys and values a turn reads after the weights changed during the turn.
+# kept: the turn keeps those of its earlier tokens. recomputed: it computes them again with the new weights.
+# reused: as kept, and later turns find them in the prefix cache too.
 KeyUse = Literal["kept", "recomputed", "reused"]
 
 
 @dataclass(frozen=True)
 class OlderKeys:
-    """Keys of earlier weights, which a part of a turn read where they were kept."""
+    """Tokens of a turn that attended to keys of earlier weights, and these keys."""
 
-    # Positions in the row of the tokens that were sampled so.
+    # Positions in the row of the tokens that read the keys.
     readers: range
-    # (positions, weight version) of the keys before these tokens.
+    # (positions in the row, weight version that computed them) of the earlier keys.
     keys: tuple[tuple[range, int], ...]
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """One row of T tokens, the prompt's included."""
+    """One sequence of T tokens, the prompt's included."""
 
-    # int32 [T], ids.
+    # int32 [T], token ids.
     tokens: NDArray[Any]
-    # bool [T]: true where the policy sampled the token and the row trains it.
+    # bool [T]: true if the policy sampled the token and this row trains on it.
     sampled: NDArray[Any]
-    # float32 [T], by the engine that sampled; 0 elsewhere.
+    # float32 [T], log-probs of sampled tokens, from the engine that sampled them; 0 for others.
     log_probs: NDArray[Any]
-    # int32 [T], weight version that sampled the token; -1 elsewhere.
+    # int32 [T], weight version that sampled the token; -1 for tokens that were not sampled.
     versions: NDArray[Any]
-    # int16 [T], turn that sampled the token; -1 elsewhere. Where it is unknown, 0 for each sampled token.
+    # int16 [T], turn that sampled the token; -1 for tokens that were not sampled. If no turns were recorded, every
+    # sampled token has turn 0.
     turns: NDArray[Any]
 
     def spans(self) -> Iterator[slice]:
-        """Yield the longest spans of one version and turn, in order; a span was sampled or given as a whole."""
+        """Yield the longest spans of equal version, turn and `sampled`, in order."""
         if not len(self.tokens):
             return
         changes = np.diff(self.versions) | np.diff(self.turns) | np.diff(self.sampled.astype(np.int8))
@@ -70,10 +72,10 @@ class TokenRow:
             yield slice(first, last)
 
     def older_keys(self) -> Iterator[OlderKeys]:
-        """Yield the keys of earlier weights that each later span of a turn read, if they were kept.
+        """Yield, for each span of a turn but its first, the keys of earlier weights that the span read.
 
-        A turn computes the keys of its prompt with the weights of its beginning, and the key of a sampled token in the
-        step that samples the next one.
+        The result holds if keys were kept (`KeyUse`). A turn computes the keys of its prompt with the weights that it
+        begins with. It computes the key of a sampled token in the step that samples the next token.
         """
         turn = -1
         keys: list[tuple[range, int]] = []
@@ -93,7 +95,7 @@ class TokenRow:
 
 
 def pack(rollouts: Sequence[Sequence[TokenRow]], keys: KeyUse) -> Record:
-    """Return the field `exact` of a group. rollouts: the rows of each."""
+    """Return the field `exact` of a group. rollouts: for each rollout its token rows."""
     rows = list(chain.from_iterable(rollouts))
     texts = dict[str, str]()
     for name, dtype in _COLUMNS.items():
@@ -104,7 +106,10 @@ def pack(rollouts: Sequence[Sequence[TokenRow]], keys: KeyUse) -> Record:
 
 
 def unpack(group: Record) -> list[list[TokenRow]] | None:
-    """Return the rows of each rollout of a group; None if none were recorded. Raises ValueError for damaged ones."""
+    """Return the token rows of each rollout of a group; None if none were recorded.
+
+    Raises ValueError if the field `exact` is damaged.
+    """
     if EXACT not in group:
         return None
     try:
@@ -130,7 +135,7 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
 
 
 def key_use(group: Record) -> KeyUse | None:
-    """Return the fate of keys at a change of weights; None where it was not recorded."""
+    """Return the recorded `KeyUse` of a group; None if it was not recorded."""
     uses: dict[Any, KeyUse] = {"kept": "kept", "recomputed": "recomputed", "reused": "reused"}
     return uses.get(str(group.get(EXACT, {}).get("keys")))
 
@@ -141,9 +146,12 @@ def without_tokens(group: Record) -> Record:
 
 
 def with_lists(group: Record) -> Record:
-    """Return the group with its exact tokens as lists, in `rows` of each rollout. Raises ValueError as `unpack`.
+    """Return the group with its exact tokens as plain lists: each rollout has a field `rows`.
 
-    `keys` is its `KeyUse`; `older_keys` of a row are [[first reader, end], [[first key, end, version], ...]].
+    The group's field `keys` is its `KeyUse`. If keys were kept, each row has `older_keys`: a list of
+    [[first reader, end], [[first key, end, version], ...]], which are positions in the row.
+
+    Raises ValueError if the field `exact` is damaged.
     """
     rows = unpack(group)
     if rows is None:

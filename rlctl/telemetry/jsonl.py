@@ -1,6 +1,6 @@
-"""JSON lines on disk: a writer that survives a full disk, and readers of files with a half-written line.
+"""JSON lines on disk: a writer that survives a full disk, and readers that skip a half-written line.
 
-The run directory is readable at any instant: a record is one whole line, or it is skipped.
+A record is one whole line, so a file can be read at any time while a run writes it.
 """
 
 import json
@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+# Fields that readers rely on: texts, and numbers.
 _TEXTS = ("kind", "status")
 _NUMBERS = ("time", "step", "start_step", "num_steps", "seconds")
 _MOST = 1e18
-# Bytes at the end of a file in which its last record is looked for.
+# `last_record` searches this many bytes at the end of a file.
 _TAIL_BYTES = 1 << 16
 
 
 class JsonlWriter:
-    """Writer of records, one line each, which readers see as soon as `write` returns. Thread-safe; never raises.
+    """Writer of records, one line each. Readers see a record as soon as `write` returns. Thread-safe; never raises.
 
-    The first write that fails (full disk, lost mount) is a warning on stderr; later records are tried again.
+    A record whose write fails (full disk, lost mount) is lost and counted. The first failure prints a warning on
+    stderr. Later records are written if the disk allows it again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +35,7 @@ class JsonlWriter:
         self._torn = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
-        # Half a surrogate pair, which foreign messages may hold, is no UTF-8.
+        # errors="replace", because a message from outside may have half a surrogate pair, which UTF-8 cannot encode.
         line = json.dumps(record, default=str, ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             try:
@@ -46,7 +48,7 @@ class JsonlWriter:
                     print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
     def _append(self, data: bytes) -> None:
-        # Opened each time, so that a replaced file (truncate_metrics) is never written to.
+        # Open the file for each write: a resume replaces it (truncate_metrics), and the old file must not get records.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             while data:
@@ -62,7 +64,7 @@ class Tail:
         self._path = path
         self._inode = 0
         self._offset = 0
-        # Number of complete lines that are no records.
+        # Number of complete lines read so far that are not a JSON object.
         self.damaged = 0
 
     @property
@@ -71,7 +73,7 @@ class Tail:
         return self._path.name
 
     def read(self) -> list[Record]:
-        """Read new complete records, in file order; an unfinished last line waits for its end."""
+        """Return the new complete records, in file order. An unfinished last line is left to a later call."""
         try:
             status = self._path.stat()
         except OSError:
@@ -93,12 +95,12 @@ class Tail:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all complete records of a file; none if the file does not exist."""
+    """Return all complete records of a file; an empty list if the file does not exist."""
     return Tail(path).read()
 
 
 def last_record(path: Path) -> Record:
-    """Return the last complete record of a file; empty if there is none, or if it is very long."""
+    """Return the last complete record of a file; an empty one if there is none within the last 64 KiB."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -110,7 +112,7 @@ def last_record(path: Path) -> Record:
 
 
 def damaged_lines(path: Path) -> int:
-    """Return the number of complete lines of a file that are no records; 0 if the file does not exist."""
+    """Return the number of complete lines of a file that are not a JSON object; 0 if the file does not exist."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -120,9 +122,9 @@ def damaged_lines(path: Path) -> int:
 
 
 def is_sound(record: Record, keys: Iterable[str] = ()) -> bool:
-    """Return True if a record has all of `keys`, and each of its fields that readers know has its type.
+    """Return True if a record has all of `keys`, and the fields that readers rely on have the right type.
 
-    A number is finite and below 1e18, as every count and every time is.
+    Every number must be finite and below 1e18, as all counts and times are.
     """
     if any(key not in record for key in keys):
         return False
@@ -137,7 +139,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _count_lines(data: bytes) -> int:
-    """Return the number of lines. Blank ones stand where a writer ended a torn line, and do not count."""
+    """Return the number of lines that are not blank. A writer leaves a blank line after it ended a torn line."""
     return sum(1 for line in data.splitlines() if line.strip())
 
 

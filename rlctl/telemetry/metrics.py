@@ -1,8 +1,9 @@
-"""Declarations of metrics, a row for each name of metrics.jsonl, and the rows that a run keeps in its directory.
+"""Declarations of metrics ("rows"), one for each name in metrics.jsonl, and a run's own copy of its rows.
 
-A row is declared once: in the folder that measures it, as in `grpo/metric_rows.py` (`config/plugins.py` lists these
-modules, none imports torch), or by a user's class, in its attribute `metrics`. The live view and the report are built
-from the rows in a run's directory, so that users' metrics and runs of other machines are shown too.
+A metric is declared once. rlctl's own metrics are declared in the folder that measures them, for example in
+`grpo/metric_rows.py`; `config/plugins.py` lists these modules, and none imports torch. A user's class declares its
+metrics in its attribute `metrics`. A run writes its rows into its directory. The live view and the report read them
+there, so they can also show users' metrics and runs of other machines.
 """
 
 import json
@@ -19,12 +20,13 @@ from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import METRICS
 from rlctl.utils.files import write_whole
 
-# File of a run's rows in its directory.
+# File in a run's directory with its rows.
 METRIC_ROWS = "metric_rows.json"
-# Decides how a value is shown. A share is 0 to 1, a factor is exact at 1. Further units stand in the meaning.
+# Decides how a value is shown. A share is 0 to 1. A factor is a ratio with the ideal value 1. The meaning names other
+# units, for example GiB.
 Unit = Literal["number", "share", "seconds", "factor"]
 Algorithm = Literal["grpo", "sft"]
-# Sections of a report, in order. Sections of a user's own come after them, and the last one at the end.
+# Sections of a report, in order. A user's own sections follow them, and "Other metrics" is last.
 LEARNING = "Learning"
 EPISODES = "Episodes and tools"
 STEP_TIME = "Step time"
@@ -35,9 +37,9 @@ GROUPS = "Groups and tokens"
 WEIGHT_UPDATES = "Weight updates"
 OTHERS = "Other metrics"
 SECTIONS = (LEARNING, EPISODES, STEP_TIME, SPEED, AGES, MISMATCH, GROUPS, WEIGHT_UPDATES)
-# Colours of a panel's row.
+# Allowed colours of a row in the live view.
 STYLES = ("cyan", "green", "magenta", "yellow", "blue", "bold red")
-# Place of a chart or a panel's row that names none.
+# Default sort key (`place`) of a chart or of a row in the live view.
 LAST = 1000
 
 
@@ -46,15 +48,15 @@ class ReportChart:
     """Chart of the report that draws a metric."""
 
     section: str = OTHERS
-    # Metrics with the same title are drawn on one pair of axes. Empty: the metric is alone, below its name.
+    # Metrics with the same title share a chart. Empty: the metric is alone in a chart, with its name as the title.
     title: str = ""
-    # Place of the metric in its section. A chart is where the first of its metrics is.
+    # Sort key of the metric in its section, lowest first. A chart takes the lowest key of its metrics.
     place: int = LAST
-    # Areas one above the other instead of lines; a chart for each run.
+    # Draw stacked areas instead of lines, in one chart for each run.
     stacked: bool = False
 
     def with_place(self, place: int) -> "ReportChart":
-        """Return the same chart, with another place for a metric in it."""
+        """Return the same chart with another sort key."""
         return replace(self, place=place)
 
 
@@ -62,17 +64,17 @@ class ReportChart:
 class PanelRow:
     """Row of the live view's panel Learning that shows a metric."""
 
-    # At most 10 letters. Empty, for a pattern: the end of each name.
+    # At most 10 letters. Empty for a family of metrics: the label is then the end of each metric's name.
     label: str
-    # Place in the panel, from the top.
+    # Sort key in the panel, lowest at the top.
     place: int = LAST
     style: str = "cyan"
     _: KW_ONLY
-    # The algorithm whose runs have the row; None: all.
+    # Only runs of this algorithm show the row; None: every run shows it.
     algorithm: Algorithm | None = None
-    # Shown only while the metric is above 0, and then before all others.
+    # Show the row only while the metric is above 0, and then above all other rows.
     failure: bool = False
-    # Shown only if the metric was ever above 0.
+    # Show the row only if the metric was above 0 at some step.
     used: bool = False
 
     def __post_init__(self) -> None:
@@ -83,10 +85,11 @@ class PanelRow:
 
 @dataclass(frozen=True)
 class Condition:
-    """Runs that measure a metric, told by their settled config (`preflight.settled.Settled`)."""
+    """Rule that decides, from the settled config (`preflight.settled.Settled`), if a run measures a metric."""
 
+    # Takes the settled config; returns True if the run measures the metric.
     holds: Callable[[Any], bool]
-    # Ends the sentence "it is measured only ...".
+    # End of the sentence "it is measured only ...", for example "in a GRPO run".
     where: str
 
 
@@ -98,7 +101,7 @@ WITH_SAMPLES = Condition(
 
 
 def grpo_where(holds: Callable[[Any], bool], where: str) -> Condition:
-    """Return the condition of GRPO runs for whose settled config `holds` is true."""
+    """Return a condition that is met by GRPO runs for whose settled config `holds` returns True."""
     return Condition(lambda settled: settled.grpo is not None and holds(settled), where)
 
 
@@ -106,27 +109,27 @@ IN_ASYNC = grpo_where(lambda settled: settled.config.async_.enabled, "with async
 
 
 def ages_of_run(settled: Any) -> list[str]:
-    """Return the ages that groups and tokens may have, in steps, for `Metric.parts`."""
+    """Return the ages (in steps) that groups and tokens of a run may have, as texts for `Metric.parts`."""
     return [str(age) for age in range(settled.config.async_.max_age + 1)]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Declaration of one metric, or of a family of metrics."""
+    """Declaration of one metric, or of a family of metrics, for example "time/NAME"."""
 
-    # Name in metrics.jsonl. NAME in it stands for any text, K for any whole number.
+    # Name in metrics.jsonl. A family's name has the placeholder NAME for any text, or ends with K for a whole number.
     name: str
     meaning: str
     unit: Unit = "number"
     _: KW_ONLY
-    # None: not drawn, since another chart shows as much.
+    # None: the report does not draw the metric, because another chart shows the same.
     chart: ReportChart | None = ReportChart()
     panel: Sequence[PanelRow] = ()
-    # Value of a step with several updates: their mean, the first one's, or their sum.
+    # How the values of a step's optimizer updates become one value: their mean, the first value, or their sum.
     over_updates: Literal["mean", "first", "sum"] = "mean"
-    # None: every run measures it.
+    # None: every run measures the metric.
     when: Condition | None = None
-    # Returns the texts or numbers that NAME or K stands for in a run; None: any.
+    # Takes the settled config; returns the texts that may replace NAME or K in a run. None: any text.
     parts: Callable[[Any], Iterable[str]] | None = None
 
     @property
@@ -135,17 +138,17 @@ class Metric:
         return self.pattern.pattern != re.escape(self.name)
 
     def name_of(self, part: object) -> str:
-        """Return the name of one metric of a family. part: in place of NAME or K."""
+        """Return the name of one metric of a family, with `part` in place of NAME or K."""
         return re.sub("NAME|K$", str(part), self.name)
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of the names, with the placeholder's part as its group."""
+        """Pattern that the names match. Its group is the text in place of NAME or K."""
         return _pattern(self.name)
 
 
 def rows_where(condition: Condition, *rows: Metric) -> tuple[Metric, ...]:
-    """Return the rows; those without a condition get this one."""
+    """Return the rows. Each row that has no condition gets `condition`."""
     return tuple(row if row.when else replace(row, when=condition) for row in rows)
 
 
@@ -155,7 +158,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 class MetricTable:
-    """Rows by the names that they declare. Of two rows with one name the later one counts."""
+    """Look-up of metric rows by name. If two rows have the same name, the later one replaces the earlier one."""
 
     def __init__(self, rows: Iterable[Metric]) -> None:
         by_name = {row.name: row for row in rows}
@@ -164,7 +167,7 @@ class MetricTable:
         self._families = [row for row in self.rows if row.is_family]
 
     def find(self, name: str) -> Metric | None:
-        """Return the row of a metric: its own, else that of its family; None if it is not declared."""
+        """Return the row with this name, else the row of the family that the name matches; None if there is neither."""
         if name in self._singles:
             return self._singles[name]
         return next((row for row in self._families if row.pattern.fullmatch(name)), None)
@@ -177,33 +180,36 @@ class MetricTable:
 
 @cache
 def installed_rows() -> MetricTable:
-    """Return the rows of the installed rlctl."""
+    """Return the metric rows that rlctl itself declares."""
     modules = map(import_module, METRICS)
     return MetricTable(chain.from_iterable(module.METRICS for module in modules))
 
 
 def rows_problem(rows: object) -> str:
-    """Return the problem with the attribute `metrics` of a user's class; empty if there is none."""
+    """Return an error text if the attribute `metrics` of a user's class is invalid; "" if it is valid."""
     if isinstance(rows, tuple | list) and all(isinstance(row, Metric) for row in rows):
         return ""
     return f"`metrics` is {rows!r:.80}: give a tuple of rlctl.telemetry.metrics.Metric"
 
 
 def write_rows(path: Path, rows: Iterable[Metric]) -> None:
-    """Write rows into a run's directory. Raises OSError."""
+    """Write metric rows to a file as JSON. Raises OSError."""
     lines = ",\n".join(json.dumps(as_record(row)) for row in rows)
     write_whole(path, f"[\n{lines}\n]\n")
 
 
 def as_record(row: Metric) -> dict[str, Any]:
-    """Return a row as plain containers, without the rules for the settled config."""
+    """Return a row as plain containers, without its functions (`when` and `parts`)."""
     chart = asdict(row.chart) if row.chart else None
     panel = [asdict(panel_row) for panel_row in row.panel]
     return {"name": row.name, "meaning": row.meaning, "unit": row.unit, "chart": chart, "panel": panel}
 
 
 def from_record(record: dict[str, Any]) -> Metric:
-    """Return the row of `as_record`. Keys of a later version are left out. Raises KeyError, TypeError."""
+    """Return the row that `as_record` made a record from. Unknown keys, of a later rlctl, are ignored.
+
+    Raises KeyError or TypeError for a damaged record.
+    """
     chart = record["chart"]
     return Metric(
         name=str(record["name"]),
@@ -220,7 +226,7 @@ def _drop_unknown_fields(record: dict[str, Any], kind: type[Any]) -> dict[str, A
 
 
 def read_rows(path: Path) -> MetricTable | None:
-    """Return the rows of a run's directory; None if it has none, or none that can be read."""
+    """Read the metric rows that a run wrote to `path`; return None if the file is missing or damaged."""
     try:
         return MetricTable(from_record(record) for record in json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Memory and device use of a run, read every few seconds at most, so that fast steps stay fast."""
+"""Memory and device use of a run. They are measured at most every 5 seconds, so that fast steps stay fast."""
 
 import math
 import time
@@ -8,7 +8,7 @@ from rlctl.telemetry.metrics import IN_GRPO, SPEED, Metric, ReportChart, rows_wh
 from rlctl.utils.devices import utilization_meter
 
 _MEMORY = ReportChart(SPEED, "Memory, GiB", 80)
-# A table: each row fills its lines.
+# ruff must not split the rows of this table over more lines.
 # fmt: off
 UTILIZATION = Metric("device/utilization", "share of the devices in use", "share",
     chart=ReportChart(SPEED, "Devices in use", 50))
@@ -24,11 +24,15 @@ METRICS = rows_where(
 GIB = float(2**30)
 EVERY_S = 5.0
 
+# Returns the memory of each process of a kind (trainer ranks, engines), in bytes: device_peak and host_rss.
 Ask = Callable[[], list[dict[str, float]]]
 
 
 class ResourceMonitor:
-    """Source of memory/*_gib: the largest process's peak device memory, on a CPU its resident memory."""
+    """Source of the metrics memory/*_gib and device/utilization.
+
+    memory/NAME_gib is the largest peak device memory of a process of this kind. On a CPU it is the resident memory.
+    """
 
     def __init__(self, device: str, sources: dict[str, Ask], now: Callable[[], float] = time.monotonic) -> None:
         self._sources = sources
@@ -37,7 +41,7 @@ class ResourceMonitor:
         self._next = now()
 
     def read(self) -> dict[str, float]:
-        """Read the metrics; none less than `EVERY_S` seconds after the last reading."""
+        """Measure and return the metrics by name; an empty dict if the last measurement is less than 5 s old."""
         if self._now() < self._next:
             return {}
         self._next = self._now() + EVERY_S

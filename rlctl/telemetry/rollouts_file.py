@@ -1,14 +1,16 @@
-"""rollouts.jsonl: the outcome of each step's tasks, and whole groups of its rollouts; its writer and its index.
+"""Writer and readers of rollouts.jsonl: the outcome of each step's tasks, and whole groups of rollouts.
 
-Two kinds of lines, each of which begins with its kind and its step:
+The file has two kinds of lines. Each line begins with its kind and its step:
 
-- prompts: ids of the tasks by the state they ended in (trained, filtered, dropped), a line a step. None is ever cut.
+- prompts: one line a step: the ids of its tasks by final state (trained, filtered, dropped). These lines are never
+  removed.
 - group: step, purpose (train or validation), task, prompt, answer, outcome (a state and its reason), rollouts. Each
-  rollout has index, text (pairs of a text and if the policy sampled it, in order, after the prompt), tokens (sampled
-  ones), finish, reward, rewards by name, right, failed (reason), advantage (mean over its tokens; null if it was not
-  trained), advantages (least and greatest, where they differ), versions (weight version -> tokens it sampled), and
-  with an environment episode (messages, ending, turns, its value, tools, failures). The group's last field, exact, has
-  the token ids of all rollouts with log-probs and versions (`exact_tokens.py`), if `telemetry.record_tokens`.
+  rollout has index, text (the text after the prompt as pairs: a piece of text, and true if the policy sampled it),
+  tokens (number of sampled ones), finish, reward, rewards by name, right, failed (reason), advantage (mean over its
+  tokens; null if it was not trained), advantages (smallest and largest, where they differ), versions (weight version
+  -> number of tokens it sampled), and with an environment episode (messages, ending, turns, its value, tools,
+  failures). With `telemetry.record_tokens` the group's last field, exact, has the token ids of all rollouts with
+  log-probs and versions (`exact_tokens.py`).
 """
 
 import json
@@ -25,17 +27,17 @@ from rlctl.utils.files import sync
 
 GroupPurpose = Literal["train", "validation"]
 _HEAD = re.compile(rb'\{"kind": "group", "step": (\d+), "purpose": "(train|validation)", "task": ("(?:[^"\\]|\\.)*")')
-# A line of more than this at the end of the file is not looked for: the newest group is for a screen.
+# `newest_group` reads the last 64 KiB first, because the live view calls it after every step. It reads at most the
+# last 16 MiB.
 _NEWEST_BYTES = 16 << 20
-# A live view looks after every step: it looks at the last bytes first.
 _FIRST_BYTES = 64 << 10
 
 
 class RolloutsFile:
-    """Writer of rollouts.jsonl, whose groups take at most `max_bytes`.
+    """Writer of rollouts.jsonl. The lines of groups take at most `max_bytes` together.
 
-    Where they would take more, the groups of every second step that has some are left out, again and again: the older,
-    the sparser. The first time in a process is a warning.
+    If they take more, the groups of every second recorded step are removed. This repeats as the run goes on, so older
+    steps become sparser than newer ones. The first removal in a process emits a warning.
     """
 
     def __init__(self, path: Path, max_bytes: int, emit: Callable[..., None]) -> None:
@@ -43,7 +45,7 @@ class RolloutsFile:
         self._max_bytes = max_bytes
         self._emit = emit
         self._writer = JsonlWriter(path)
-        # Bytes of the groups in the file. They are counted at the first write: a resume may cut the file before.
+        # Bytes of the groups in the file. Counted at the first write, because a resume may truncate the file before.
         self._bytes: int | None = None
         self._warned = False
 
@@ -52,7 +54,7 @@ class RolloutsFile:
         self._writer.write({"kind": "prompts", "step": step, **outcomes})
 
     def groups(self, step: int, purpose: GroupPurpose, records: Sequence[Record]) -> None:
-        """Write groups. records: each with task, prompt and rollouts."""
+        """Write groups of rollouts. Each record has at least task, prompt and rollouts."""
         if self._bytes is None:
             self._bytes = sum(place.length for place in _places(self._path))
         before = self._size()
@@ -67,7 +69,7 @@ class RolloutsFile:
         return self._path.stat().st_size if self._path.exists() else 0
 
     def _thin_out(self) -> None:
-        """Leave out the groups of every second step until the others fit."""
+        """Remove the groups of every second step from the file, until the rest fits into `max_bytes`."""
         places = _places(self._path)
         # Bytes of each step's groups.
         sizes = Counter[int]()
@@ -75,12 +77,12 @@ class RolloutsFile:
             sizes[place.step] += place.length
         steps = sorted(sizes)
         while sum(sizes[step] for step in steps) > self._max_bytes:
-            # The first and the newest stay while two do. A single step that is too large does not stay.
+            # The first and the newest step stay longest. With two steps left the first goes, then the last one.
             steps = [steps[0], *steps[:0:-2][::-1]] if len(steps) > 2 else steps[1:]
         remaining_steps = set(steps)
         try:
             _rewrite(self._path, {place.offset for place in places if place.step not in remaining_steps})
-        except OSError:  # A full disk: the next step tries again.
+        except OSError:  # for example a full disk: the next write tries again
             return
         self._bytes = sum(sizes[step] for step in steps)
         if not self._warned:
@@ -92,21 +94,21 @@ class RolloutsFile:
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Place of a group's line in the file."""
+    """Position of a group's line in the file."""
 
     step: int
     purpose: str
     task: str
-    # Bytes from the beginning of the file, and of the line.
+    # Byte at which the line begins, and number of bytes of the line.
     offset: int
     length: int
 
 
 def index(path: Path) -> list[GroupPlace]:
-    """Return the place of each group that was written whole, in file order; none without a file.
+    """Return the position of each complete group, in file order; an empty list if there is no file.
 
-    A task has one group in a step. A later one supersedes it, so that each rollout counts once: a step is repeated
-    after a resume. Only the beginning of each line is parsed.
+    A resume repeats steps. If a task has several groups of one step, only the last one is returned, so that each
+    rollout counts once. Only the beginning of each line is parsed.
     """
     places = _places(path)
     newest = {(place.purpose, place.step, place.task): place.offset for place in places}
@@ -114,14 +116,14 @@ def index(path: Path) -> list[GroupPlace]:
 
 
 def _places(path: Path) -> list[GroupPlace]:
-    """Return the place of each group that was written whole, superseded ones too."""
+    """Return the position of each complete group, also if a repeated step has a newer group of the same task."""
     places = []
     offset = 0
     try:
         with path.open("rb") as file:
             for line in file:
                 if (head := _HEAD.match(line)) and line.endswith(b"\n"):
-                    with suppress(ValueError):  # no JSON string, or a number of thousands of digits
+                    with suppress(ValueError):  # the task is not a JSON string, or the step has thousands of digits
                         task = json.loads(head[3])
                         places.append(
                             GroupPlace(
@@ -139,7 +141,7 @@ def _places(path: Path) -> list[GroupPlace]:
 
 
 def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
-    """Yield the groups at these places; groups replaced meanwhile are left out."""
+    """Yield the groups at these positions. Skip a position where the file no longer has a group."""
     with path.open("rb") as file:
         for place in places:
             file.seek(place.offset)
@@ -148,7 +150,7 @@ def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
 
 
 def newest_group(path: Path) -> Record | None:
-    """Return the group that was written last; None if there is none near the end of the file."""
+    """Return the group that was written last; None if the last 16 MiB of the file have no complete group."""
     count = _FIRST_BYTES
     try:
         with path.open("rb") as file:
@@ -167,7 +169,7 @@ def newest_group(path: Path) -> Record | None:
 
 
 def _parse_group(line: bytes) -> Record | None:
-    """Return the group of a line; None if the line is damaged."""
+    """Return the group in a line of the file; None if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -180,7 +182,7 @@ def _parse_group(line: bytes) -> Record | None:
 
 
 def _rewrite(path: Path, left_out: set[int]) -> None:
-    """Replace the file by its lines but those that begin at `left_out`. A kill leaves the old file or the new one."""
+    """Remove the lines that begin at the offsets `left_out`. The file is replaced atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
     with path.open("rb") as old, temporary.open("wb") as new:
         offset = 0

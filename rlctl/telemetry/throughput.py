@@ -1,7 +1,7 @@
 """Three throughputs, each with its denominator, and MFU with its formula (contract 9). Pure functions.
 
-`times` are the seconds of `StepClock.finish`; token counts are those of the same step. The result is 0.0 if no time
-passed.
+`times` are the seconds of one step by name, as `StepClock.finish` returns them. Token counts are of the same step. A
+throughput is 0.0 if no time passed.
 """
 
 import re
@@ -18,7 +18,7 @@ _GENERATION = ReportChart(SPEED, "Generation, tokens/s/device", 20)
 _IDLE = ReportChart(SPEED, "Idle", 40)
 _USE = ReportChart(SPEED, "Devices in use", 51)
 _TOKENS = ReportChart(GROUPS, "Tokens of a step", 12)
-# A table: each row fills its lines.
+# ruff must not split the rows of this table over more lines.
 # fmt: off
 TRAINED_TOKENS = Metric("tokens/trained", "tokens that went through the update", chart=_TOKENS,
     panel=[PanelRow("tokens", 270, algorithm="sft")])
@@ -40,9 +40,10 @@ METRICS = (
 )
 # fmt: on
 
-# Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity); of an SXM module.
+# Peak dense bf16 FLOP/s of the SXM module, from the vendor's data sheet (without sparsity).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
-# Variants with a lower peak, and slices. Only the A100 has the module's peak as a PCIe card.
+# Words in a device's name that mean a lower peak: slower cards, and MIG slices. The A100's PCIe card has the peak of
+# its SXM module.
 _LESSER = {name: {"PCIE", "NVL", "MIG"} for name in PEAK_FLOPS} | {"A100": {"MIG"}}
 
 
@@ -50,8 +51,8 @@ def effective(trained_tokens: int, times: Mapping[str, float], devices: int) -> 
     """Return the end-to-end throughput, tokens/s/device.
 
     Tokens that went through the update, prompts included, divided by the step's wall time without validation and
-    checkpoint, divided by ALL distinct devices, trainer's and generator's. Tokens sampled and not trained count in the
-    time alone.
+    checkpoint, divided by ALL distinct devices, trainer's and generator's. Tokens that were sampled and not trained
+    are not counted, but the time to sample them is.
     """
     return _rate(trained_tokens, productive_seconds(dict(times)), devices)
 
@@ -75,32 +76,32 @@ def generation_only(generated_tokens: int, times: Mapping[str, float], devices: 
 
 @dataclass(frozen=True)
 class TrainingFlops:
-    """FLOPs of training a token: 6 N for the weights, 12 H min(T, W) for each attention over T tokens.
+    """FLOPs to train on one token: 6 N for the weights, and 12 H min(T, W) for each attention layer over T tokens.
 
     Source: PaLM, appendix B (arXiv 2204.02311). Recomputed activations do not count. A frozen weight costs 4 instead of
     6: the forward pass, and the gradient of its input. An adapter's weights cost 6.
     """
 
-    # N that a token passes through; of a mixture of experts, the active ones.
+    # N: parameters that a token passes through. Of a mixture of experts only the active ones count.
     parameters: int
-    # (H, W) of each layer: heads times head size, and the window in tokens or None.
+    # (H, W) of each attention layer: heads times head size, and the sliding window in tokens (None: no window).
     attention: tuple[tuple[float, int | None], ...]
-    # Parameters of adapters, below which all N are frozen; 0 without.
+    # Parameters of the adapters; 0 without adapters. With adapters the N parameters of the model are frozen.
     adapters: int = 0
 
     def per_token(self, length: float) -> float:
-        """Return the FLOPs that a token of sequences of this length needs."""
+        """Return the FLOPs to train on one token of a sequence of `length` tokens."""
         flops_per_weight = 4.0 if self.adapters else 6.0
         return flops_per_weight * self.parameters + 6.0 * self.adapters + self._attention(length)
 
     def full_per_token(self, length: float) -> float:
-        """Return them as if every weight were trained."""
+        """Return the FLOPs of `per_token` as if no weight were frozen."""
         return 6.0 * (self.parameters + self.adapters) + self._attention(length)
 
     def metrics(self, training: float, length: float, device: str) -> dict[str, float]:
-        """Return throughput/mfu, with adapters throughput/mfu_6n (`full_per_token`); nothing for an unknown device.
+        """Return throughput/mfu, and with adapters also throughput/mfu_6n (from `full_per_token`).
 
-        training: tokens/s/device.
+        The result is empty for a device whose peak is not known. training: tokens/s/device. length: tokens.
         """
         share = mfu(training, self.per_token(length), device)
         full_share = mfu(training, self.full_per_token(length), device)
@@ -113,37 +114,38 @@ class TrainingFlops:
 
 
 def length_of_a_token(lengths: Sequence[int]) -> float:
-    """Return the mean over all tokens of the length of their sequence.
+    """Return the mean sequence length as a token sees it: each sequence is weighted by its number of tokens.
 
-    The cost of attention grows with the square of a sequence's length, so the mean over sequences would count a long
-    tail too little.
+    The cost of attention grows with the square of a sequence's length, so the plain mean over sequences would count
+    long sequences too little.
     """
     return sum(length * length for length in lengths) / max(1, sum(lengths))
 
 
 def mfu(training: float, flops: float, device: str) -> float | None:
-    """Return the model FLOPs utilisation of the trainer, 0 to 1; None if the peak is not known, as on a CPU.
+    """Return the model FLOPs utilisation of the trainer, 0 to 1; None if the device's peak is not known, as on a CPU.
 
-    `training_only` tokens/s/device times FLOPs a token, divided by the device's bf16 peak.
+    It is `training` (tokens/s/device of `training_only`) times `flops` (of one token), divided by the bf16 peak.
     """
     peak = peak_flops(device)
     return None if peak is None else training * flops / peak
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the bf16 peak of a device such as NVIDIA H100 80GB HBM3; None if it is not known for certain.
+    """Return the bf16 peak, FLOP/s, of a device such as "NVIDIA H100 80GB HBM3"; None if it is not known for certain.
 
-    Peaks of one chip differ: a PCIe or NVL card is slower than an SXM module, and a MIG slice is a part of one. A wrong
-    MFU is worse than none.
+    The peak depends on the form of the chip: a PCIe or NVL card is slower than an SXM module, and a MIG slice is a part
+    of a module. A wrong MFU is worse than none.
     """
     words = set(re.findall(r"[A-Z0-9]+", device.upper()))
     return next((peak for name, peak in PEAK_FLOPS.items() if name in words and not words & _LESSER[name]), None)
 
 
 def idle_share(times: Mapping[str, float], busy: Iterable[str]) -> float:
-    """Return the share (0 to 1) of the step, without validation and checkpoint, in which a side did nothing.
+    """Return the share (0 to 1) of the step, without validation and checkpoint, in which one side was idle.
 
-    busy: phases in which it worked, for example ("train", "log_probs", "refit") for the trainer.
+    The side is the trainer or the generator. busy: the phases in which it works, for example ("train", "log_probs",
+    "refit") for the trainer.
     """
     wall = productive_seconds(dict(times))
     worked = sum(times.get(f"time/{name}", 0.0) for name in busy)

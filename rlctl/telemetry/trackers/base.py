@@ -1,13 +1,13 @@
-"""Trackers of a run, which get the numbers of metrics.jsonl, and groups of rollouts as text, and never end it.
+"""Trackers of a run, for example Weights & Biases. They get its metrics and groups of rollouts, and never end it.
 
-A tracker is a class that is called with the run directory, the resolved config and the keys of its entry. It has
-`write(kind, step, metrics)` (kind: step or validation) and `close()`, and it may have `samples(purpose, step, groups)`
-(purpose: train or validation; groups: as in rollouts.jsonl).
+A tracker is a class that is called with the run directory, the resolved config and the keys of its entry in the config.
+It has `write(kind, step, metrics)` (kind: step, validation or checkpoint) and `close()`, and it may have
+`samples(purpose, step, groups)` (purpose: train or validation; groups: as in rollouts.jsonl).
 
-A record is skipped for a tracker that fails to take it: metrics.jsonl has it. Each cause is one warning, the number of
-skipped records another at the end. The next record is tried; from the second failure in a row on it pauses for 1 s, 2 s
-and so on up to 5 minutes, in which records are skipped too. A tracker that fails to start is started again in the same
-way, except where its package is missing.
+If a call of a tracker raises, this tracker misses the record; metrics.jsonl has it. Each cause is warned of once, and
+the number of missed records is a warning at the end. The next record is tried. From the second failure in a row on,
+the tracker pauses for 1 s, 2 s, 4 s and so on up to 5 minutes, and misses the records of the pause too. A tracker that
+fails to start is started again in the same way, unless its package is missing.
 """
 
 import re
@@ -26,9 +26,9 @@ from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.user_code import load_object, users_place
 
-# Seconds: the longest pause after failures in a row.
+# The longest pause after several failures in a row.
 _LONGEST_PAUSE_S = 300.0
-# Causes that are warned of, each once; further ones are counted.
+# Number of different causes of failure that are warned of. Later causes count as missed records only.
 _MOST_CAUSES = 5
 _NUMBERS = "numbers"
 _ROLLOUTS = "rollouts"
@@ -38,21 +38,21 @@ _FILES = {_NUMBERS: "metrics.jsonl", _ROLLOUTS: "rollouts.jsonl"}
 def open_trackers(
     sections: Sequence[TrackerSection], run: Path, config: Mapping[str, Any], events: EventLog
 ) -> list[Tracker]:
-    """Return the trackers of a config. run: the run directory. config: the resolved one as plain containers."""
+    """Return the trackers of a run. run: the run directory. config: the resolved config as plain containers."""
     return [Guarded(section.name, partial(_make, section, run, config), events) for section in sections]
 
 
 def _make(section: TrackerSection, run: Path, config: Mapping[str, Any]) -> Any:
     tracker = load_object(TRACKERS.get(section.name, section.name))
     if isinstance(section, UserTrackerSection):
-        # Mistakes are left to the call, as where the config was not checked.
+        # [0]: the arguments. [1], the mistakes in them, is ignored: a check reported them, or the call below raises.
         return tracker(run, config, **call_options(tracker, TRACKER_ARGUMENTS, section.further)[0])
     options = {key: value for key, value in asdict(section).items() if key != "name"}
     return tracker(run, config, **options)
 
 
 class _Attempts:
-    """Failures in a row of one call, and the pause after them."""
+    """Number of failures in a row of one kind of call, and the end of the pause after them."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -69,19 +69,19 @@ class _Attempts:
         self._failures = 0
 
     def note_failure(self) -> None:
-        """Begin the next pause: none after the first failure, so that one bad value costs no other."""
+        """Begin a pause. The first failure has no pause, so that one bad value costs no other record."""
         if self._failures:
             self._until = self._now() + min(2.0 ** min(self._failures - 1, 30), _LONGEST_PAUSE_S)
         self._failures += 1
 
 
 class Guarded:
-    """A tracker whose failures are skipped, warned of once a cause, and counted."""
+    """Wrapper of a tracker that catches its failures: it counts missed records and warns of each cause once."""
 
     def __init__(
         self, name: str, make: Callable[[], Any], events: EventLog, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """make: starts the tracker, now and again after a failure."""
+        """Start the tracker by `make`. If that fails, `make` is called again with a later record."""
         self._name = name
         self._make = make
         self._events = events
@@ -97,12 +97,12 @@ class Guarded:
         self._try_call(_NUMBERS, f"{kind} {step}", lambda: self._tracker.write(kind, step, metrics))
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
-        """Pass groups of rollouts on to a tracker that takes them."""
+        """Pass groups of rollouts to the tracker, if it has a method `samples`."""
         if self._tracker is None or hasattr(self._tracker, "samples"):
             self._try_call(_ROLLOUTS, f"{purpose} {step}", lambda: self._tracker.samples(purpose, step, groups))
 
     def close(self) -> None:
-        """Close the tracker, and say how many records it missed."""
+        """Close the tracker, and emit a warning with the number of records that it missed."""
         try:
             if self._tracker is not None:
                 self._tracker.close()
@@ -116,7 +116,7 @@ class Guarded:
             )
 
     def _try_start(self) -> bool:
-        """Start the tracker where that is due; return True if it is started."""
+        """Start the tracker if it is not running and no pause is going on; return True if it is running."""
         attempts = self._attempts["start"]
         if self._tracker is None and not self._missing and attempts.is_due:
             try:
@@ -130,9 +130,9 @@ class Guarded:
         return self._tracker is not None
 
     def _try_call(self, kind: str, record: str, call: Callable[[], None]) -> None:
-        """Make a call that is due. Count the record as skipped if the call is not due, or fails.
+        """Make a call of the tracker. Count the record as missed if a pause is going on, or if the call raises.
 
-        kind: numbers or rollouts. record: its name for a person.
+        kind: "numbers" or "rollouts". record: name of the record in a warning, for example "step 7".
         """
         attempts = self._attempts[kind]
         if not self._try_start() or not attempts.is_due:
@@ -147,7 +147,7 @@ class Guarded:
             self._warn(error, f"the {kind} of {record} are skipped there, and counted; the next are tried")
 
     def _warn(self, error: Exception, consequence: str) -> None:
-        """Warn once of a cause: a kind of error, with a text that differs in more than its numbers."""
+        """Emit a warning, once for each cause. Errors whose texts differ in numbers alone have the same cause."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         if ":" in self._name and (place := users_place(error)):
             text = f"{text} at {place}"

@@ -1,4 +1,4 @@
-"""MLflow: a run there for each run directory, on a server, in a database or in the run directory itself."""
+"""Tracker MLflow: one MLflow run for each run directory, on a server, in a database or in the run directory."""
 
 import os
 import time
@@ -12,14 +12,17 @@ from mlflow.tracking import MlflowClient
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.trackers.text import as_text, flat
 
-# MLflow refuses longer values, and more parameters a call.
+# MLflow refuses parameters with longer values, and calls with more parameters.
 _LONGEST_VALUE = 6000
 _MOST_PARAMS = 100
 _TAG = "rlctl.run"
 
 
 class MLflow:
-    """One MLflow run for each run directory; a resumed run continues it. Groups are artifacts, a text file a step."""
+    """One MLflow run for each run directory; a resumed run continues it.
+
+    The groups of each step are an artifact: a text file.
+    """
 
     def __init__(self, run: Path, config: Mapping[str, Any], experiment: str, uri: str | None) -> None:
         run = run.resolve()
@@ -46,8 +49,8 @@ class MLflow:
         self._client.set_terminated(self._run)
 
     def _find_run(self, experiment_id: str, run: str) -> str | None:
-        """Return the id of the run that an earlier attempt made."""
-        # A path with a quote in it cannot be asked for; such a run is simply made again.
+        """Return the id of the MLflow run that an earlier attempt of this run created; None if there is none."""
+        # MLflow cannot search for a path with a quote in it. Each attempt of such a run creates a new MLflow run.
         if "'" in run:
             return None
         runs = self._client.search_runs([experiment_id], f"tags.`{_TAG}` = '{run}'", max_results=1)

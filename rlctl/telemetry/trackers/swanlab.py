@@ -1,4 +1,4 @@
-"""SwanLab: a run there, or files in the run directory to be sent later."""
+"""Tracker SwanLab: a run on its server, or files in the run directory that a user uploads later."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ class SwanLab:
         self._run = swanlab.init(
             project=project,
             name=run.name,
-            # Letters and digits alone are allowed.
+            # SwanLab allows letters and digits alone.
             id=hashlib.sha256(str(run).encode()).hexdigest()[:16],
             log_dir=str(run / "swanlab"),
             mode=mode,
             config=dict(config),
             resume="allow",
-            # It would send printed text, and stand between rlctl and the terminal.
+            # No terminal proxy: it would upload printed text, and wrap the terminal that rlctl draws on.
             settings=swanlab.Settings(terminal={"proxy_type": "none"}),
         )
 

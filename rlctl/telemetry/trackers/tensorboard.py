@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory."""
+"""Tracker TensorBoard: event files in the run directory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _STRING = 7  # DT_STRING
 
 
 class TensorBoard:
-    """Event files for `tensorboard --logdir`. Written by tensorboard alone, no torch."""
+    """Writer of event files for `tensorboard --logdir`. It needs the package tensorboard, and no torch."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         folder = run / "tensorboard"

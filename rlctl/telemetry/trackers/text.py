@@ -1,16 +1,16 @@
-"""Groups of rollouts and configs in the forms that trackers take."""
+"""Groups of rollouts and configs as the texts, tables and pairs that trackers take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlctl.telemetry.jsonl import Record
 
-# Columns of a table with a row a rollout.
+# Columns of a table that has one row for each rollout.
 COLUMNS = ("step", "task", "rollout", "prompt", "answer", "text", "reward", "advantage", "finish", "tokens")
 
 
 def rows(step: int, groups: Sequence[Record]) -> list[list[Any]]:
-    """Return a row of `COLUMNS` for each rollout."""
+    """Return a table with the columns `COLUMNS` and one row for each rollout."""
     table: list[list[Any]] = []
     for group in groups:
         for rollout in group["rollouts"]:
@@ -28,17 +28,17 @@ def rows(step: int, groups: Sequence[Record]) -> list[list[Any]]:
 
 
 def as_text(groups: Sequence[Record]) -> str:
-    """Return groups as a person reads them: the prompt, then each rollout below its reward and advantage."""
+    """Return groups as text to read: for each group its prompt, then each rollout's scores and its text."""
     return "\n\n".join(_group_text(group) for group in groups)
 
 
 def text_of(rollout: Record) -> str:
-    """Return the text after the prompt; text that the policy did not sample is in brackets ⟦ ⟧."""
+    """Return a rollout's text after the prompt. Text that the policy did not sample is in brackets ⟦ ⟧."""
     return "".join(text if sampled else f"⟦{text}⟧" for text, sampled in rollout.get("text", ()))
 
 
 def flat(config: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a config; the entry of a list has its number."""
+    """Yield (dotted key, value) for each leaf of a config. An entry of a list has its index as the key."""
     for name, value in config.items():
         children = dict(enumerate(value)) if isinstance(value, list) else value
         full = f"{key}.{name}" if key else str(name)

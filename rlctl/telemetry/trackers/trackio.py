@@ -1,4 +1,4 @@
-"""Trackio: a run in its local database, or in a Hugging Face Space."""
+"""Tracker Trackio: a run in its local database, or in a Hugging Face Space."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +11,13 @@ from rlctl.telemetry.trackers.text import as_text
 
 
 class Trackio:
-    """One Trackio run for each run directory; a resumed run continues it. Its database is where TRACKIO_DIR says."""
+    """One Trackio run for each run directory; a resumed run continues it.
+
+    The environment variable TRACKIO_DIR names the folder of the local database.
+    """
 
     def __init__(self, run: Path, config: Mapping[str, Any], project: str, space: str | None) -> None:
-        # Trackio's monitors of CPU and GPU are left out: rlctl has its own, and each would add a thread a run.
+        # Trackio's monitors of CPU and GPU are off: rlctl measures both itself, and each monitor is a thread more.
         self._run = trackio.init(
             project=project,
             name=run.resolve().name,

@@ -1,4 +1,4 @@
-"""Weights & Biases: a run there for each run directory."""
+"""Tracker Weights & Biases: one W&B run for each run directory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlctl.telemetry.trackers.text import COLUMNS, rows
 
 
 class WandB:
-    """One W&B run for each run directory; a resumed run continues it. Charts have the training step as their axis."""
+    """One W&B run for each run directory; a resumed run continues it. The x axis of charts is the training step."""
 
     def __init__(
         self,
@@ -36,14 +36,15 @@ class WandB:
             dir=str(run),
             config=dict(config),
             resume="allow",
-            # It would stand between rlctl and the terminal.
+            # No capture of the console: W&B would wrap the terminal that rlctl draws on.
             settings=wandb.Settings(console="off"),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        # W&B refuses a step that it has seen, and validation has its step's number: the step is a separate field.
+        # The step is a field of the record, because W&B refuses the same step twice, and a validation repeats the
+        # number of its step.
         self._run.log({"step": step, **metrics})
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
