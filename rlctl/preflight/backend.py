@@ -1,7 +1,7 @@
-"""Interface of a training backend before anything starts: layout rules, memory facts, checks. No torch.
+"""Interface of a training backend before a run starts: layout rules, memory facts, checks. It imports no torch.
 
-A backend NAME is two things: `BACKEND` in `preflight/backends/NAME.py`, a `Backend`, and `TRAINER` in
-`training/NAME/trainer.py`. Nothing else knows a backend by name.
+A backend called NAME has two objects: `BACKEND`, a `Backend`, in `preflight/backends/NAME.py`, and `TRAINER` in
+`training/NAME/trainer.py`. No other module names a backend.
 """
 
 import importlib
@@ -30,7 +30,8 @@ class Violation(NamedTuple):
     message: str
     # Keys that `key` contradicts.
     others: tuple[str, ...] = ()
-    # Place outside the config, such as a line of a data file; empty: where `key` or one of `others` was written.
+    # Location outside the config, for example a line of a data file. Empty: the error names the line where `key` or one
+    # of `others` was written.
     where: str = ""
 
 
@@ -38,14 +39,14 @@ Violations = Iterator[Violation]
 
 
 def unbroken(violations: Violations) -> Violations:
-    """Yield the violations of a check up to a value that is broken."""
+    """Yield the violations of a check. A check that reads a `BROKEN` value ends there, without an error."""
     with suppress(BrokenValueError):
         yield from violations
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one state of one rank while it trains, on the device and in host memory."""
+    """Bytes of one rank's parameters, gradients or optimizer state during training, on device and host."""
 
     name: str
     device: int
@@ -54,7 +55,9 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """Numbers of ranks that share matrices, a pack's tokens, weights, experts and optimizer state."""
+    """Numbers of ranks among which a backend splits each matrix, each pack's tokens, weights, experts and optimizer
+    state.
+    """
 
     tensor: int
     context: int
@@ -63,92 +66,103 @@ class ShardCounts:
     optimizer: int
 
     def rank_parameters(self, sizes: ModelSizes) -> int:
-        """Return the number of parameters of one rank."""
+        """Return the number of parameters that one rank holds."""
         dense = sizes.parameters - sizes.expert_parameters
         return -(-dense // self.weights) + -(-sizes.expert_parameters // self.experts)
 
 
 class Backend(ABC):
-    """Facts and rules of one backend. Every method is pure. Checks find nothing unless a backend has something."""
+    """Facts and rules of one training backend. Every method is pure. A check finds nothing unless a backend overrides
+    it.
+    """
 
-    # A data-parallel shard, as messages call it.
+    # Word for a data-parallel shard in messages, for example `rank`.
     shard_name: str
-    # True if ranks can be laid out in more ways than one, so that the plan shows the layout.
+    # True if the ranks have several possible layouts. The plan then shows the layout.
     has_layouts: bool
-    # True if it trains low-rank adapters (`lora`).
+    # True if the backend trains low-rank adapters (`lora`).
     trains_adapters = False
     # True if a backward pass allocates the gradients, and an update frees them.
     frees_gradients = False
 
     @abstractmethod
     def layout(self, trainer: TrainerSection) -> Layout:
-        """Return how the ranks share the work."""
+        """Return the sizes of the trainer's parallel groups."""
 
     def ranks_a_copy(self, trainer: TrainerSection) -> int:
-        """Return the number of ranks that hold one copy of all weights. The ranks of a copy are consecutive."""
+        """Return the number of ranks that together hold one full copy of the weights. Their rank numbers are
+        consecutive.
+        """
         return trainer.num_ranks
 
     def check_keys(self, trainer: TrainerSection) -> Violations:
-        """Yield the missing parts of the backend itself, such as its package."""
+        """Yield problems of the backend itself, for example a package that is not installed."""
         yield from ()
 
     def check_unused(self, trainer: TrainerSection) -> Violations:
-        """Yield keys of this backend that ask for something while another one trains."""
+        """Yield keys of this backend that are set although another backend trains."""
         yield from ()
 
     def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
-        """Yield contradictions of the layout. sizes: None when unknown. sequences: of an update, None when wrong."""
+        """Yield contradictions of the layout.
+
+        sizes: of the model; None when unknown. sequences: number in an update; None when the config's value is wrong.
+        """
         yield from ()
 
     def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
-        """Yield parts of the model that the backend has no layers for."""
+        """Yield features of the model that the backend does not implement."""
         yield from ()
 
     def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
-        """Yield contradictions of where the optimizer runs."""
+        """Yield contradictions between keys that place the optimizer on the host or on the device."""
         yield from ()
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
-        """Return keys that are set and change nothing, with the reason."""
+        """Return dotted key -> reason, of the keys that are set and have no effect."""
         return {}
 
     def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
-        """Return the overrides of the nearest layout that `sequences` an update can feed, as `; try ...`, or ''."""
+        """Return overrides for the nearest layout that has at most `sequences` shards, as `; try KEY=VALUE`; '' without
+        one.
+        """
         return ""
 
     def choose_replicas(
         self, trainer: TrainerSection, nodes: tuple[int, ...], sizes: ModelSizes | None, memory: int | None, size: int
     ) -> tuple[int, str]:
-        """Return the copies of weights and optimizer state, and the reason.
+        """Return the number of copies of weights and optimizer state, and the reason as text.
 
-        nodes: ranks of each of several nodes. memory: bytes of a device; None where it bounds nothing. size: as in
-        `states`.
+        nodes: number of ranks on each node, at least two nodes. memory: bytes of a device; None: not a bound. size: as
+        in `states`.
         """
         return 1, "copies follow from the layout"
 
     @abstractmethod
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
-        """Return among how many ranks each state is shared."""
+        """Return the numbers of ranks among which each part of the training state is split."""
 
     @abstractmethod
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
-        """Return the bytes of one rank's states. size: bytes of one number of the compute dtype."""
+        """Return the bytes of one rank's states. size: bytes of a number in the compute dtype, 2 for bfloat16."""
 
     def optimizer_on_host(self, trainer: TrainerSection) -> bool:
-        """Return True if optimizer state lives on the host and is updated there; it then never moves."""
+        """Return True if optimizer state is on the host and the host updates it. The state then never moves."""
         return False
 
     def residual_bytes(self, trainer: TrainerSection, size: int) -> int:
-        """Return the bytes of one number of the residual that layers add to. size: as in `states`."""
+        """Return the bytes of one number in the residual stream. size: as in `states`."""
         return size
 
     @abstractmethod
     def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
-        """Return the number of weights that a rank holds once more to compute with. size: as in `states`."""
+        """Return the number of weights that a rank holds twice: the second copy is gathered or cast. size: as in
+        `states`.
+        """
 
     @abstractmethod
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
-        """Return advice for states of `peak` bytes a device that holds `capacity`."""
+        """Return advice for a run whose states take `peak` bytes of a device with `capacity` bytes."""
 
 
 def backend_of(trainer: TrainerSection) -> Backend:
@@ -162,7 +176,7 @@ def layout_of(trainer: TrainerSection) -> Layout:
 
 
 def other_backends(trainer: TrainerSection) -> list[Backend]:
-    """Return the backends that do not train."""
+    """Return all backends but the one that `trainer.backend` names."""
     folder = importlib.import_module("rlctl.preflight.backends").__path__
     return [_load_backend(module.name) for module in pkgutil.iter_modules(folder) if module.name != trainer.backend]
 

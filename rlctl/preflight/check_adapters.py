@@ -10,17 +10,20 @@ from rlctl.preflight.backend import Violation, Violations, backend_of
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.settled import Settled
 
-# Adapters want 10 times the rate of full fine-tuning at any rank (tinker-cookbook, hyperparam_utils.py; TRL, LoRA
-# Without Regret). 1e-6 and 1e-5 are usual without them.
+# Adapters of any rank learn best at 10 times the learning rate of full fine-tuning (tinker-cookbook,
+# hyperparam_utils.py; TRL, LoRA Without Regret). 1e-6 and 1e-5 are usual for full fine-tuning. A note tells of an
+# adapter below the first rate, or full fine-tuning above the second.
 LEAST_RATE = 5e-6
 MOST_RATE_WITHOUT = 1e-4
-# Parameters below which a model learns at a hundred times those rates.
+# Models with fewer parameters get no note: they learn at a hundred times those rates.
 _SMALL = 10_000_000
 
 
 def check_adapters(settled: Settled) -> Violations:
-    """Find a backend or an engine without adapters, dropout or unchecked refits in a run that samples, and names that
-    are no targets.
+    """Find conflicts between `lora` and other keys.
+
+    They are: a backend or an engine without adapters, names that are no targets, and, in GRPO, dropout or refits
+    without a full checksum.
     """
     config = settled.config
     adapter_section = config.lora
@@ -45,7 +48,9 @@ def check_adapters(settled: Settled) -> Violations:
 
 
 def _check_start(settled: Settled) -> Violations:
-    """Find an adapter to start from that is no plain LoRA, or another one than `lora` trains."""
+    """Find problems of an adapter in `model.path`: it is no plain LoRA, or differs from the adapter that `lora`
+    describes.
+    """
     model = settled.config.model
     adapter_section = settled.config.lora
     folder = local_adapter(model.path)
@@ -81,7 +86,7 @@ def _check_start(settled: Settled) -> Violations:
 
 
 def adapter_notes(settled: Settled) -> Iterator[str]:
-    """Yield notes on an adapter that is merged, and on a learning rate far from those in use."""
+    """Yield notes on an adapter that is merged into its base, and on an unusual learning rate."""
     if settled.config.lora is None and local_adapter(settled.config.model.path):
         yield "model.path is an adapter: without lora every weight of it merged with its base is trained"
     if settled.facts and settled.facts.parameters < _SMALL:

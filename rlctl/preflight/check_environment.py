@@ -1,5 +1,7 @@
-"""Checks of a run's environments, judged by the config and their sources: nothing is imported. The classes themselves
-are read once their process runs, see rollout/episode_setup.py."""
+"""Checks of a run's environments by the config and by the source files, which are parsed and not imported.
+
+The environment's own process imports the classes later, see rollout/episode_setup.py.
+"""
 
 import shlex
 import shutil
@@ -18,7 +20,7 @@ _MAX_LENGTH = "environment.max_length"
 
 
 def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find missing environments, and values that do not go with episodes."""
+    """Find missing environments, and values that contradict rollouts of several turns."""
     section = config.environment
     if section.name is not None and section.choices:
         message = "names environments beside environment.name: leave one of the two empty"
@@ -77,7 +79,7 @@ def _check_agent(config: GrpoConfig) -> Violations:
 
 
 def _check_command(key: str, text: str) -> Violations:
-    """Find a command without words, or whose program is not on this machine."""
+    """Find an empty command, or one whose program is not on this machine."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -90,7 +92,7 @@ def _check_command(key: str, text: str) -> Violations:
 
 
 def _environment_names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
-    """Yield (key, name) of every environment."""
+    """Yield (dotted key, name) of every environment in the config."""
     section = config.environment
     if section.name is not None:
         yield "environment.name", section.name
@@ -100,7 +102,7 @@ def _environment_names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_turn_lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find lengths that do not fit a conversation."""
+    """Find token limits that contradict those of a conversation of several turns."""
     longest = config.environment.max_length
     turn_tokens = config.generation.max_new_tokens
     limits = (config.model.max_length, sizes.max_positions if sizes else None)

@@ -1,11 +1,11 @@
-"""Checks of GRPO's own parts: rewards, sampling, engines, asynchronous runs and the corrections they need.
+"""Checks of the GRPO keys: rewards, sampling, engines, asynchronous runs and their off-policy corrections.
 
 `importance_cap` without `proximal: recompute` is a note (`notes.py`), not an error. The cap is in configs/grpo.yaml, so
-that switching to `recompute` corrects by itself. Under `rollout` the ratio is already taken against the policy that
-sampled, and nothing is left to correct. `updates_per_step` above 1 is fine with `rollout` for the same reason. `top_p`
-or `top_k` with `rollout` is an error: the generator then returns log-probs of the cut distribution. They are larger
-than the trainer's, so every ratio is below 1 before the policy has changed. With `recompute` the importance weight
-holds the cut, and a mask's lower bound must leave room for it.
+that setting `recompute` is enough to correct. With `rollout` the ratio is taken to the policy that sampled, so there is
+nothing to correct, and `updates_per_step` above 1 is allowed. `top_p` or `top_k` with `rollout` is an error: the engine
+then returns log-probs of the truncated distribution. They are larger than the trainer's, so every ratio is below 1
+before the policy has changed. With `recompute` the importance weight contains the truncation, so the lower bound of a
+mask must be below `top_p`.
 """
 
 from contextlib import suppress
@@ -29,7 +29,7 @@ _ADVANTAGE = "grpo.advantage"
 
 
 def check_rewards(config: GrpoConfig) -> Violations:
-    """Find rewards that cannot work, alone or together."""
+    """Find rewards with wrong keys, and contradictions between several rewards."""
     has_turns = config.has_turns
     if not config.rewards and not has_turns:
         yield Violation("rewards", "is empty: at least one reward, for example `- name: exact`")
@@ -47,9 +47,9 @@ def check_rewards(config: GrpoConfig) -> Violations:
 
 
 def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
-    """Find a missing loss or advantage, and wrong keys of a user's class, which is imported.
+    """Find a missing loss or advantage. Import a user's class and find its wrong keys.
 
-    away: the run is to be elsewhere, where the class is imported.
+    away: the run will be on another machine, so that the class is not imported here.
     """
     config = settled.config
     class_sections: list[tuple[str, LossSection | AdvantageSection, dict[str, str], str]] = [
@@ -77,7 +77,7 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
 
 
 def check_advantage(config: GrpoConfig) -> Violations:
-    """Find an advantage under which no rollout would teach anything."""
+    """Find an advantage that is 0 for every rollout, for example because groups are too small."""
     problem = config.grpo.advantage.teaches_nothing(config.grpo.num_generations_per_prompt)
     if problem is not None:
         key, message = problem
@@ -86,7 +86,7 @@ def check_advantage(config: GrpoConfig) -> Violations:
 
 
 def check_sampling(settled: SettledGrpo) -> Violations:
-    """Find cuts of the distribution under which the loss's ratios are wrong."""
+    """Find `top_p` and `top_k` that make the loss's ratios wrong."""
     config = settled.config
     if settled.proximal == "rollout":
         message = "with grpo.loss.proximal=rollout the ratios would be off; keep {}"
@@ -99,7 +99,7 @@ def check_sampling(settled: SettledGrpo) -> Violations:
 
 
 def check_overlong(config: GrpoConfig) -> Violations:
-    """Find penalties that hit every answer, and names shared with a reward."""
+    """Find an overlong penalty that reduces every reward, or a reward with the penalty's name."""
     key = "grpo.overlong.penalty_tokens"
     penalty_tokens = config.grpo.overlong.penalty_tokens
     longest = config.generation.max_new_tokens
@@ -115,9 +115,9 @@ def check_overlong(config: GrpoConfig) -> Violations:
 
 
 def check_engines(settled: SettledGrpo, away: bool) -> Violations:
-    """Find a missing engine, its wrong keys, and models that it does not sample from, or not on these devices.
+    """Find a missing engine, wrong keys of an engine, and models that it cannot sample from on these devices.
 
-    away: the run is to be elsewhere, where an engine of the user's is imported.
+    away: the run will be on another machine, so that a user's engine is not imported here.
     """
     generation = settled.config.generation
     sizes = settled.facts
@@ -131,7 +131,7 @@ def check_engines(settled: SettledGrpo, away: bool) -> Violations:
 
 
 def check_async(settled: SettledGrpo) -> Violations:
-    """Find values that do not go with `async.enabled`."""
+    """Find values that contradict `async.enabled`."""
     config = settled.config
     rules = config.async_
     if not rules.enabled:
@@ -160,7 +160,7 @@ def check_async(settled: SettledGrpo) -> Violations:
 
 
 def check_corrections(settled: SettledGrpo) -> Violations:
-    """Find masks without a range or a ratio, and a missing pass that is needed."""
+    """Find wrong bounds of the importance masks, and masks without the `recompute` pass that gives their ratio."""
     config = settled.config
     loss = config.grpo.loss
     updates = config.grpo.updates_per_step

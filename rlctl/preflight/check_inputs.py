@@ -1,6 +1,6 @@
-"""Checks of a config's names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
+"""Checks of the files that a config names: data files, modules of rewards, the run's directory.
 
-megatron-core, which only backend megatron needs, is looked for too.
+No user code is imported. `missing_megatron` looks for the package that backend megatron needs.
 """
 
 import ast
@@ -24,12 +24,12 @@ from rlctl.data.nested_columns import convention, has_column
 from rlctl.data.reasoning_gym import missing_library
 from rlctl.preflight.backend import Violation, Violations
 
-# Bytes of a name in most file systems, less the text added at its ends.
+# Longest name of a run's folder in bytes: 255 in most file systems, less the text that rlctl adds.
 _LONGEST_NAME = 200
 
 
 def check_data(config: RunConfig) -> Violations:
-    """Find data files that cannot be used. Hub names and folders are not looked into."""
+    """Find data files that cannot be used. Data sets of the hub and folders are not read."""
     data = config.data
     if data.train.path is None and not data.train.sources:
         yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
@@ -47,7 +47,7 @@ def check_data(config: RunConfig) -> Violations:
 
 
 def check_validation(config: RunConfig) -> Violations:
-    """Find several answers that would all be the same."""
+    """Find validation with several greedy answers, which would all be the same."""
     count = config.validation.num_generations
     if count > 1 and config.validation.temperature == 0:
         message = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
@@ -57,10 +57,10 @@ def check_validation(config: RunConfig) -> Violations:
 def _check_dataset(
     dataset: DatasetSection, needs_prompt: bool, needs_answer: bool, key: str
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (where, key, problem) for unusable files, by the first row of the first file; where: empty for the config's
-    own line.
+    """Yield (where, key, problem) for unusable files. Columns are checked in the first row of the first file.
 
-    needs_prompt: rows need a prompt. needs_answer: rows need an answer, which a chat holds itself. key: of the section.
+    where: line of the data file; empty: the config's line. needs_prompt: each row needs a prompt. needs_answer: each
+    row needs an answer; a row that is a chat has it as its last message. key: dotted key of the section.
     """
     files = [file for file in files_of(dataset.path or []) if os.path.isfile(file)]
     for file in files:
@@ -68,7 +68,7 @@ def _check_dataset(
             suffixes = f"{', '.join(FILE_SUFFIXES[:-1])} or {FILE_SUFFIXES[-1]}"
             yield "", "path", f"{show_path(Path(file))} is no {suffixes} file"
             return
-    # pyarrow comes with the engines: without it nothing can run.
+    # Without pyarrow a Parquet file is not checked: pyarrow comes with the engines, so a run without it fails anyway.
     if not files or (files[0].endswith(".parquet") and find_spec("pyarrow") is None):
         return
     path = files[0]
@@ -87,7 +87,7 @@ def _check_dataset(
     if needs_prompt and not has_column(row, dataset.prompt_key):
         hint = remedy or did_you_mean(dataset.prompt_key, row) or column_list
         yield where, "prompt_key", f"no column {dataset.prompt_key} or {dataset.messages_key}{hint}"
-        # The remedy names the key of the answer too.
+        # The remedy already names `answer_key`.
         needs_answer = needs_answer and not remedy
     if needs_answer and not has_column(row, dataset.answer_key):
         hint = remedy or did_you_mean(dataset.answer_key, row) or column_list
@@ -95,7 +95,7 @@ def _check_dataset(
 
 
 def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for a reward that cannot work."""
+    """Yield (key, problem) for each wrong key of one reward."""
     if reward.name == "regex" and reward.pattern is None:
         yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
     elif reward.pattern is not None and reward.name != "regex":
@@ -115,7 +115,7 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
 
 
 def check_run_name(config: RunConfig) -> Violations:
-    """Find a name that is no folder name, or is taken by another run."""
+    """Find a `run.name` that is no valid folder name, or the name of an existing run."""
     run = config.run
     if run.name is None:
         return
@@ -134,13 +134,13 @@ def check_run_name(config: RunConfig) -> Violations:
 
 
 def check_run_folder(config: RunConfig) -> Violations:
-    """Find a folder that cannot be made or written to."""
+    """Find a `run.dir` that cannot be created or written to."""
     if message := _unwritable(config.run.dir):
         yield Violation("run.dir", message)
 
 
 def _unwritable(directory: str) -> str:
-    """Return why a folder cannot be made or written to; empty if it can."""
+    """Return why a folder cannot be created or written to; empty if it can."""
     if directory.startswith("~"):
         return f"{shorten(directory.partition('/')[0])} is no user of this machine"
     folder = Path(os.path.abspath(directory))
@@ -156,16 +156,17 @@ def _unwritable(directory: str) -> str:
 
 
 def missing_megatron() -> str | None:
-    """Return the command to type if megatron-core is not installed. To look for more than its namespace would import
-    it.
+    """Return a message with the install command if megatron-core is missing, else None.
+
+    Only the namespace `megatron` is looked up: `find_spec` of a submodule would import the package.
     """
     return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
 
 
 def missing_plugin(name: str, known_names: Iterable[str], kind: str) -> str:
-    """Return the problem with a name that must be `known`, `module:object` or `file.py:object`; empty if none.
+    """Return the problem of a name that must be a known one, `module:object` or `file.py:object`; empty if none.
 
-    Judged by the source alone. kind: the object's kind, a function or a Class.
+    The module is parsed, not imported. kind: word for the object in messages, "function" or "Class".
     """
     if name in known_names:
         return ""
@@ -195,7 +196,7 @@ def missing_plugin(name: str, known_names: Iterable[str], kind: str) -> str:
 
 
 def require_plugin(where: str, name: str, known_names: Iterable[str], kind: str) -> None:
-    """Raise ConfigError if a plugin is missing, see `missing_plugin`. where: the option that named it."""
+    """Raise ConfigError if a plugin is missing, see `missing_plugin`. where: command-line option that gave the name."""
     if message := missing_plugin(name, known_names, kind):
         raise ConfigError([Problem(where, "", message)])
 
@@ -225,7 +226,7 @@ def _defined_names(file: Path) -> set[str]:
 
 
 def check_generated(config: RunConfig) -> Violations:
-    """Find data sets that cannot be made, and held-out rows in training."""
+    """Find generated data sets with wrong arguments, or with the same seeds in training and validation."""
     seeds_by_key: dict[str, range] = {}
     for key, section in _dataset_sections(config):
         generator_and_name = generator_of(section.path)
@@ -252,7 +253,7 @@ def check_generated(config: RunConfig) -> Violations:
 
 
 def _dataset_sections(config: RunConfig) -> Iterator[tuple[str, DatasetSection]]:
-    """Yield (key, section) of every data set; that of data.train where it has no sources."""
+    """Yield (key, section) of every data set. data.train itself counts only if it has no sources."""
     data = config.data
     if not data.train.sources:
         yield "data.train", data.train

@@ -1,4 +1,4 @@
-"""Checks of a config's model: its files, its lengths, its chats."""
+"""Checks of a config's model: its files, its sequence lengths, its chat template."""
 
 import os
 import socket
@@ -22,12 +22,12 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def check_model(config: RunConfig) -> Violations:
-    """Find files of model and tokenizer that are missing or cannot be used."""
+    """Find model and tokenizer files that are missing or cannot be used."""
     model = config.model
     path = model.path
     file = config_file(path)
     if file is None and is_adapter(Path(path)):
-        # The adapter's base is a model of the hub, which the run fetches, or `check_adapters` says more.
+        # The adapter's base is on the hub, and the run fetches it. `check_adapters` reports other problems.
         return
     if file is None:
         if os.path.isdir(path):
@@ -40,7 +40,7 @@ def check_model(config: RunConfig) -> Violations:
     except ModelError as error:
         yield Violation("model.path", str(error))
         return
-    # The hub's cache may hold a part of a model; the run fetches the rest, and checks it then.
+    # The hub's cache may have only some files of a model. The run fetches and checks the others.
     if not model.random_init and os.path.isdir(path):
         try:
             check_weights(file.parent)
@@ -59,10 +59,10 @@ def check_model(config: RunConfig) -> Violations:
 
 
 def live_run_note(model: str) -> str | None:
-    """Return a note on a model that is a checkpoint of a run that still trains, and deletes it later; None for others.
+    """Return a note if the model is a checkpoint of a live run, because that run deletes it later; else None.
 
-    A driver on this machine keeps it for a run that starts from it, see `hold`. A run that ended without a word, or
-    whose files cannot be read, is none.
+    A driver on this machine keeps such a checkpoint while another run uses it, see `hold`. A run with a killed driver
+    or unreadable files does not count.
     """
     checkpoint = Path(model).parent
     run = checkpoint.parent.parent
@@ -86,7 +86,7 @@ def live_run_note(model: str) -> str | None:
 
 
 def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
-    """Return notes on slow parts of a model, and on those left out of training."""
+    """Return notes on slow features of a model, and on dropout, which training ignores."""
     notes = []
     if sizes.one_sequence_a_row:
         cost = "rows are padded by up to their own length (train/padding) and have no kernels for packs"
@@ -103,7 +103,7 @@ def model_notes(sizes: ModelSizes, device: Device) -> list[str]:
 
 
 def check_lengths(settled: Settled) -> Violations:
-    """Find lengths of prompts and answers that do not fit the longest sequence."""
+    """Find token limits of prompts and answers above the longest sequence."""
     config = settled.config
     max_length = config.model.max_length
     max_positions = settled.facts.max_positions if settled.facts else None
@@ -129,7 +129,9 @@ def check_lengths(settled: Settled) -> Violations:
 
 
 def check_micro_batch(settled: Settled) -> Violations:
-    """Find micro-batches that do not hold the longest sequence, or all rows of a rollout where the loss needs them."""
+    """Find a `micro_batch_tokens` below the longest sequence, or below all rows of a rollout if the loss needs them
+    together.
+    """
     tokens = settled.config.trainer.micro_batch_tokens
     longest = settled.longest_sequence
     grpo = settled.grpo
@@ -154,7 +156,7 @@ def check_micro_batch(settled: Settled) -> Violations:
 
 
 def check_graph(settled: SettledSft) -> Violations:
-    """Find a warm-up of compiled graphs that is above the longest sequence."""
+    """Find a warm-up of compiled graphs with more tokens than the longest sequence."""
     warmup_tokens = settled.config.ray_compiled_graph.warmup_seq_len
     longest = settled.longest_sequence
     if warmup_tokens and longest is not None and warmup_tokens > longest:
@@ -163,7 +165,9 @@ def check_graph(settled: SettledSft) -> Violations:
 
 
 def check_chat(config: RunConfig) -> Violations:
-    """Find a system prompt or arguments without a template, and arguments that the template does not take."""
+    """Find a system prompt or template arguments without a chat template, and arguments that the template does not
+    read.
+    """
     data = config.data
     if data.chat_template == "none":
         message = "needs a chat template, but data.chat_template is none"

@@ -1,4 +1,4 @@
-"""Checks of the recipe that an SFT run is validated by (`validation.recipe`), over the run's own model."""
+"""Checks of `validation.recipe`, the GRPO recipe by which an SFT run samples and scores answers of its model."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from rlctl.preflight.check_inputs import check_data, check_generated, check_vali
 from rlctl.preflight.check_model import check_chat, check_lengths
 from rlctl.preflight.settled import SettledSft
 
-# Keys of a recipe that the run's own values replace.
+# Keys of the recipe whose values are replaced by the SFT run's.
 _OWN = ("model.path", "model.tokenizer", "lora.", "trainer.", "run.")
 
 
 def check_recipe(settled: SettledSft, away: bool) -> Violations:
-    """Find recipes with nothing to sample, another tokenizer, or values unfit for the run's model.
+    """Find a recipe without prompts, with another tokenizer, or with values that do not fit the run's model.
 
-    away: the run is to be elsewhere, where installed packages are checked.
+    away: the run will be on another machine, so that installed packages are not checked here.
     """
     config = settled.config
     recipe = config.validation.recipe
@@ -34,7 +34,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
         message = f"{recipe_tokenizer} is not the tokenizer that the run trains with, {run_tokenizer}"
         message = f"{message}: set it to null, which is that one"
         yield Violation(f"{RECIPE}.model.tokenizer", message, ("model.tokenizer",))
-    # The recipe with the run's own values in place of those in `_OWN`.
+    # The recipe with the SFT run's values for the keys of `_OWN`.
     sampled = sampling.config
     checks = [check_lengths(sampling), check_chat(sampled), check_validation(sampled), check_data(sampled)]
     checks += [check_rewards(sampled), check_environment(sampled, settled.facts), check_engines(sampling, away)]
@@ -47,7 +47,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
 
 
 def recipe_notes(config: SftConfig) -> Iterator[str]:
-    """Yield differences between the run and its recipe that make a figure mean less than it seems to."""
+    """Yield notes on differences between run and recipe, because they make validation figures hard to compare."""
     recipe = config.validation.recipe
     if recipe is None:
         return

@@ -1,8 +1,8 @@
-"""Checks that a config's trackers can start: installed, with a login where they send, with keys that their class takes.
+"""Checks that a config's trackers can start: package installed, login present, keys known to the tracker's class.
 
-rlctl's own classes are not imported. A class of the user's is.
+rlctl's own tracker classes are not imported. A user's class is.
 
-A tracker that fails in the middle of a run costs the run nothing: `telemetry/trackers/base.py` says so once a cause.
+A tracker that fails during a run does not stop the run: `telemetry/trackers/base.py` warns once for each cause.
 """
 
 import netrc
@@ -28,10 +28,10 @@ from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_inputs import missing_plugin
 from rlctl.utils.user_code import import_error, load_object
 
-# Characters that wandb refuses in the names of projects and ids of runs.
+# Characters that wandb refuses in project names and run ids.
 _NOT_IN_WANDB = "/\\#?%:"
 _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
-# Files in which `wandb offline` and `wandb login --host` leave their settings: the working directory's and the user's.
+# Files that `wandb offline` and `wandb login --host` write, in the working directory and in the user's home.
 _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
 
 
@@ -39,7 +39,7 @@ def check_trackers(config: RunConfig) -> Violations:
     """Find trackers that cannot start."""
     sections = config.telemetry.trackers
     for index, tracker in enumerate(sections):
-        # A broken value ends the checks of one tracker alone.
+        # A broken value ends the checks of its tracker. Those of the other trackers go on.
         key = f"telemetry.trackers.{index}"
         yield from unbroken(_check_texts(tracker, key))
         yield from unbroken(_check_tracker(tracker, key, sections[:index]))
@@ -60,7 +60,7 @@ def _check_tracker(tracker: TrackerSection, key: str, earlier: Sequence[TrackerS
 
 
 def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
-    """Return the mistakes of a class of the user's, which is imported, and of its keys."""
+    """Import a user's tracker class. Return the problems of the class and of its keys."""
     try:
         plugin = load_object(tracker.name)
     except (Exception, SystemExit) as error:
@@ -69,7 +69,8 @@ def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
     if not callable(plugin):
         return [Problem("", f"{key}.name", f"must be a class, not {type(plugin).__name__}: `class {class_name}:`")]
     problems = call_options(plugin, TRACKER_ARGUMENTS, tracker.further, key)[1]
-    # A function may return any class, and __getattr__ any method.
+    # Methods are checked only on a plain class: a function may return any object, and `__getattr__` may give any
+    # method.
     if isinstance(plugin, type) and not hasattr(plugin, "__getattr__"):
         missing_methods = [
             signature for name, signature in TRACKER_METHODS.items() if not callable(getattr(plugin, name, None))
@@ -81,7 +82,7 @@ def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
 
 
 def _check_texts(tracker: TrackerSection, key: str) -> Violations:
-    """Find texts that the tracker's package refuses at its start."""
+    """Find project names and run ids that the tracker's package refuses when it starts."""
     for field in ("project", "experiment", "id"):
         text = getattr(tracker, field, None)
         if text is not None and not str(text).strip():
@@ -91,7 +92,7 @@ def _check_texts(tracker: TrackerSection, key: str) -> Violations:
 
 
 def _missing_login(tracker: TrackerSection) -> str:
-    """Return the problem with the login of an installed tracker; empty if it has one, or needs none."""
+    """Return the remedy if an installed tracker has no login; empty if it has one, or needs none."""
     if isinstance(tracker, WandbSection) and not _has_wandb_key(tracker.mode):
         return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
     if isinstance(tracker, SwanlabSection) and tracker.mode == "online" and not _has_swanlab_key():
@@ -102,7 +103,7 @@ def _missing_login(tracker: TrackerSection) -> str:
 
 
 def _has_swanlab_key() -> bool:
-    # SwanLab's own order: the working directory's folder, then the user's.
+    # SwanLab looks in the working directory first, then in the user's home.
     home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
     if os.environ.get("SWANLAB_API_KEY"):
         return True
@@ -115,7 +116,7 @@ def _has_hugging_face_token() -> bool:
 
 
 def _has_wandb_key(mode: str | None) -> bool:
-    """Return True unless wandb would have to ask for a key, which nobody could answer below the dashboard."""
+    """Return True if wandb starts without asking for a key, which nobody could type below the dashboard."""
     if (mode or os.environ.get("WANDB_MODE")) in _WITHOUT_LOGIN:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

@@ -1,4 +1,4 @@
-"""Checks of a config's trainer: optimizer, offloading, profile, parallel layout, and the batch that it splits."""
+"""Checks of a config's trainer: optimizer, offloading, profile, parallel layout, and batch size."""
 
 from rlctl.config.fields import MOST_SEQUENCES
 from rlctl.config.schema import RunConfig
@@ -19,14 +19,14 @@ def check_optimizer(config: RunConfig) -> Violations:
 
 
 def check_profile(config: RunConfig) -> Violations:
-    """Find updates to profile that are no range."""
+    """Find a `profile_updates` that is not [first, last]."""
     updates = config.telemetry.profile_updates
     if updates is not None and (len(updates) != 2 or updates[0] > updates[1]):
         yield Violation("telemetry.profile_updates", f"must be [first, last], not {updates}")
 
 
 def check_offload(config: RunConfig) -> Violations:
-    """Find switches that move optimizer state already on the host."""
+    """Find switches that would move optimizer state to the host although it is always there."""
     trainer = config.trainer
     moves = {LOG_PROBS: trainer.offload_optimizer_for_logprob, GENERATION: trainer.offload_optimizer_for_generation}
     for key, is_on in moves.items():
@@ -36,9 +36,9 @@ def check_offload(config: RunConfig) -> Violations:
 
 
 def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int | None) -> Violations:
-    """Find requests beyond the backend, and keys of other backends. A broken value ends one check alone.
+    """Find values that the backend does not support, and keys of other backends. A broken value ends only its check.
 
-    sequences: of an update; None when wrong.
+    sequences: number in one update; None when the config's value is wrong.
     """
     trainer = config.trainer
     backend = backend_of(trainer)
@@ -49,7 +49,9 @@ def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int |
 
 
 def check_batch(settled: Settled) -> Violations:
-    """Find batches that cannot be split into updates, and shards of an update left empty."""
+    """Find a batch that cannot be split into equal updates, or an update with fewer sequences than data-parallel
+    shards.
+    """
     trainer = settled.config.trainer
     step = settled.config.step_shape
     if settled.grpo:

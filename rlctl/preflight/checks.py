@@ -1,7 +1,8 @@
-"""All checks of a config: contradictions between values that are each fine alone. Pure but for the files it names.
+"""All checks of a config: contradictions between values that are each valid alone.
 
-Every check is a generator of violations. A value that was already found wrong is `BROKEN`: a check that needs it ends
-there without a word. So one mistake is reported once, and all others too.
+The checks are pure, except that they read the files named in the config. Each check is a generator of violations. A
+value that was already reported as wrong is `BROKEN`. A check that reads it ends without an error, so each mistake is
+reported once, and one mistake hides no other.
 """
 
 from contextlib import suppress
@@ -32,9 +33,10 @@ from rlctl.preflight.settled import Settled
 
 
 def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: bool = False) -> list[Problem]:
-    """Return every contradiction in a config, whose wrong values are `BROKEN`.
+    """Return every contradiction in a config. Values that were already reported as wrong are `BROKEN`.
 
-    resume: the run's directory may exist. away: the run is to be elsewhere, where installed packages are checked.
+    resume: the run's directory may exist. away: the run will be on another machine, so that installed packages are not
+    checked here.
     """
     config = settled.config
     sizes = settled.facts
@@ -85,8 +87,9 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
 
 
 def _last_place(violation: Violation, origins: dict[str, Origin]) -> str:
-    """Return where the last of the keys was written: the user's files come after shipped ones, then the command's own
-    overrides, then those that were typed.
+    """Return the location of the violation's key that was written last.
+
+    The order is: files of rlctl, files of the user, overrides by the command itself, overrides that the user typed.
     """
 
     def find_origin(key: str) -> Origin:

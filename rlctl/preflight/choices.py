@@ -1,7 +1,8 @@
-"""Choice of the keys left at `auto` that follow from the model's sizes and the device's memory, each with its reason.
+"""Choice of values for the keys at `auto`, from the model's sizes and the device's memory. Each has a reason as text.
 
-Pure. On a CPU they are constants: tests of exact numbers rely on them, and packs of other sizes are no faster there. On
-GPUs the forecast of `memory.py` decides. It is an estimate, so it may fill `USABLE` of a device and no more.
+Pure. On a CPU the values are constants: tests of exact numbers rely on them, and packs of other sizes are no faster
+there. On GPUs the forecast of `memory.py` decides. The forecast is an estimate, so a choice may fill at most `USABLE`
+of a device.
 """
 
 from bisect import bisect_right
@@ -22,65 +23,67 @@ from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, Generat
 GIB = 1 << 30
 # Share of a device that a forecast may fill. Measured peaks were 80 to 95% of their forecasts (bench/README.md).
 USABLE = 0.88
-# Tokens of a pack on GPUs, the first that fits. Fewer leave an H200 waiting for launches.
+# Sizes of a pack in tokens on GPUs. The first that fits is taken. Smaller packs leave an H200 waiting for kernel
+# launches.
 _PACKS = (32768, 16384, 8192)
-# An engine that stays awake is worth a pack of this size, no smaller one: it saves 0.2 to 0.5 s a step.
+# Smallest pack with which an engine may stay awake. Staying awake saves 0.2 to 0.5 s a step; smaller packs cost more.
 _LEAST_PACK_AWAKE = 16384
-# On a CPU no larger pack is made to hold the rows of a whole rollout: all packs get as large.
+# Largest pack on a CPU that is made to hold all rows of a rollout. All packs of a run have the same size.
 _MOST_FOR_ROLLOUT = 32768
-# Tokens with logits at a time, and the share of a device's memory that these may take. Each chunk adds to the float32
-# gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks. An H100 takes 4,096 tokens of
-# such a vocabulary.
+# Chunk sizes in tokens, and the share of a device that the logits of one chunk may take. Large chunks are faster: each
+# chunk adds to the float32 gradient of the output layer (0.4 ms for 152,000 x 1,024 numbers on an H200). An H100 gets
+# chunks of 4,096 tokens for a vocabulary of 152,000.
 _CHUNKS = (8192, 4096, 2048, 1024)
 _CHUNK_SHARE = 0.06
 _LEAST_SEQUENCES = 256
 # vLLM has whole CUDA graphs for 512 sequences at most.
 _MOST_SEQUENCES = 512
-# Weights in transit and graphs are in the rest of an engine's own device.
+# Memory share of an engine that shares no device with a trainer. The rest has CUDA graphs and the weights that a refit
+# receives.
 _OWN_DEVICE_SHARE = 0.85
-# On a device that trainer and engine share in turns: memory that a sleeping engine, and a resting trainer, still keep.
+# On a device that trainer and engine use in turns: memory that a sleeping engine and an idle trainer keep.
 _ASLEEP_BYTES = 5 * GIB
 _RESTING_BYTES = 3 * GIB
 _MOST_SHARE = 0.92
-# Tokens beyond the longest request, see `launch.worker_specs`; blocks of the cache are filled in part.
+# Tokens added to each cached sequence: the last block of the cache is filled in part, see `launch.worker_specs`.
 _ROOM = 32
-# A hit changes no bit on a CPU while one head's keys of a sequence, in float32, are below 120 KiB; see
-# generation/README.md. Half the figure allows for smaller caches.
+# Most bytes of one head's float32 keys of a sequence for prefix caching on a CPU. Below 120 KiB a prefix hit changes no
+# bit, see generation/README.md. Half of that allows for CPUs with smaller caches.
 _EXACT_KEYS = 60 << 10
 _ONE_CHUNK = "one chunk, which costs no memory"
-# Share where sizes or memory are unknown, or nothing fits: half is for each side.
+# Memory share of an engine where sizes or memory are unknown, or where the forecast finds no room.
 _UNKNOWN_SHARE = 0.6
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Values that the choices follow from."""
+    """Facts from which the values are chosen."""
 
     trainer: TrainerSection
     dtype: Dtype
     device: Device
     # None if the model is not on this machine.
     facts: ModelSizes | None
-    # Trained in place of the weights.
+    # Adapters that are trained in place of the weights; None: all weights are trained.
     adapters: AdapterSpec | None
     # Bytes of the smallest device; None when unknown.
     memory: int | None
-    # Tokens of the longest sequence, and those that one micro-batch must hold; None when unknown.
+    # Tokens of the longest sequence, and of the longest rollout that one micro-batch must hold; None when unknown.
     longest_sequence: int | None
     longest_rollout: int | None
-    # Tokens of a rank's share of an update, at most; None: not bounded.
+    # Most tokens of a rank's share of an update; None: not bounded.
     update_tokens: int | None
     # True if engines are on the trainer's devices.
     shares_devices: bool
-    # Trainer ranks by node; empty: not known, or one node.
+    # Number of trainer ranks on each node; empty: not known, or one node.
     ranks_by_node: tuple[int, ...]
-    # Config that the engines sample by, and their dtype; None where the trainer alone is chosen for.
+    # Config by which the engines sample, and the dtype of their weights; None: only trainer keys are chosen.
     engines: "tuple[GrpoConfig, Dtype] | None"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Settings of a run, and the choices among them."""
+    """Settings of a run with a value for each `auto`, and the list of the values that were chosen."""
 
     trainer: TrainerSettings
     generation: GenerationSettings | None
@@ -88,7 +91,7 @@ class Chosen:
 
 
 def choose(basis: Basis) -> Chosen:
-    """Return settings with a value for each `auto`. Values that were written down stay."""
+    """Return settings with a value for each `auto`. Other values of the config stay."""
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
     trainer.values |= {"adapters": basis.adapters, "update_tokens": basis.update_tokens}
@@ -110,55 +113,56 @@ def choose(basis: Basis) -> Chosen:
 
 
 class _Section:
-    """A section whose values are being chosen."""
+    """A config section whose `auto` values are being replaced."""
 
     def __init__(
         self, name: str, section: TrainerSection | GenerationSection, dtype: Dtype, choices: list[Choice]
     ) -> None:
         self.values: dict[str, Any] = {**vars(section), "dtype": dtype}
         self._name = name
-        # The caller's list, to which each choice is added.
+        # The caller's list: `fill` appends each choice.
         self._choices = choices
 
     def fill(self, key: str, choice: bool | int | float, reason: str) -> None:
-        """Give a key a value, unless it has one."""
+        """Replace the value of `key` if it is `auto`, and record the choice."""
         if self.values[key] == "auto":
             self.values[key] = choice
             self._choices.append(Choice(f"{self._name}.{key}", choice, reason))
 
 
 class _Engines(_Section):
-    """The section of engines, and their needs as far as the section is filled."""
+    """The section `generation`, and the memory that an engine needs with the values chosen so far."""
 
     def __init__(self, config: GrpoConfig, dtype: Dtype, device: Device, choices: list[Choice]) -> None:
         super().__init__("generation", config.generation, dtype, choices)
         self._config = config
         self._dtype = dtype
-        # The cache of `GenerationSettings`.
+        # MiB of the key-value cache, as in `GenerationSettings`.
         self.cache_mib: int | None = config.generation.kv_cache_mib if device == "cpu" else None
 
     def base_bytes(self, sizes: ModelSizes) -> int:
-        """Return the bytes of a device's share of the weights."""
+        """Return the bytes of the weights on one device of an engine."""
         return refit_bytes(sizes, self._dtype) // self._config.generation.tensor_parallel_size
 
     @property
     def in_flight(self) -> int:
-        """Rollouts of an engine's share of the steps in flight."""
+        """Number of rollouts that one engine has at a time: its share of all steps in flight."""
         step = self._config.step_shape
         steps = 1 + self._config.async_.max_age
         return -(-step.prompts * step.group * steps // self._config.generation.num_engines)
 
     @property
     def cached_sequences(self) -> int:
-        """Sequences that the cache should hold: those of a step being decoded, and episodes between two turns.
+        """Number of sequences that an engine's cache should hold: those being decoded, and episodes between two turns.
 
-        A larger cache would only be emptied, and taken back, with every sleep. Groups that replace filtered ones count.
-        A rollout function may sample any number of branches: its cache is as for `max_num_seqs` rollouts. A validation
-        may have more rollouts than the cache holds; some then wait.
+        A larger cache would only cost time at each sleep. Groups that replace filtered ones count. A rollout function
+        may sample any number of branches, so its cache holds at least `max_num_seqs` sequences. A validation may have
+        more rollouts than the cache holds; some then wait.
 
-        While environments answer, others are decoded in an episode's place: room is kept for as many again. Were the
-        cache too small for both, each would displace the other's prefix, and every turn would compute it again: 0.57
-        times the tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes, 256 at a time, H200).
+        While an environment answers, the engine decodes another episode. The cache therefore holds up to twice the
+        sequences that are decoded at a time. In a cache without that room the episodes evict each other's prefixes, and
+        each turn computes its prefix again: 0.57 times the tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes,
+        256 at a time, H200).
         """
         decoded = int(self.values["max_num_seqs"])
         rules = self._config.grpo.dynamic_sampling
@@ -171,7 +175,7 @@ class _Engines(_Section):
         return min(decoded, open_rollouts)
 
     def fixed_bytes(self, sizes: ModelSizes) -> int:
-        """Return the bytes of an engine's GPU but for its cache."""
+        """Return the bytes that an engine takes of one GPU without its key-value cache."""
         items = engine_bytes(
             sizes=sizes,
             device="cuda",
@@ -182,13 +186,11 @@ class _Engines(_Section):
         return sum(items.values())
 
     def sequence_bytes(self, sizes: ModelSizes, longest: int) -> int:
-        """Return the bytes of a cached sequence of the longest kind."""
+        """Return the bytes of the key-value cache for one sequence of `longest` tokens."""
         return (longest + _ROOM) * token_bytes(sizes, self._dtype, self.values["tensor_parallel_size"])
 
     def needed_bytes(self, sizes: ModelSizes, longest: int, memory: int) -> int:
-        """Return the bytes that an engine takes of its device: the written share, or room for `cached_sequences` at
-        their longest.
-        """
+        """Return the bytes of one device for an engine: the config's share, or enough for `cached_sequences`."""
         written = self.values["gpu_memory_utilization"]
         if written != "auto":
             return int(written * memory)
@@ -197,18 +199,18 @@ class _Engines(_Section):
 
 @dataclass(frozen=True)
 class _Fit:
-    """Use of a device's memory."""
+    """A way to use a device's memory: pack size, checkpointing, and whether the engine sleeps."""
 
     tokens: int
     checkpointing: bool
     sleep: bool
     reason: str
-    # Bytes that the trainer may fill, further logits included; 0: an engine stays awake and has the rest.
+    # Bytes that the trainer may fill, including logits it keeps for the backward pass. 0: an awake engine has the rest.
     limit: int
 
 
 def _choose_replicas(basis: Basis, trainer: _Section) -> None:
-    """Choose the copies of the state, whose number all forecasts depend on. One node has one, without a word."""
+    """Choose the number of copies of the training state. On one node it is 1, and no choice is recorded."""
     if len(basis.ranks_by_node) < 2:
         if trainer.values["replicas"] == "auto":
             trainer.values["replicas"] = 1
@@ -226,7 +228,7 @@ def _choose_replicas(basis: Basis, trainer: _Section) -> None:
 
 
 def _choose_constants(basis: Basis, trainer: _Section, engines: _Engines | None) -> None:
-    """Choose for a CPU, and for GPUs while the model's sizes or the memory are not known."""
+    """Choose constants for a CPU, and for GPUs while the model's sizes or the memory are not known."""
     on_gpus = basis.device == "cuda"
     reason = "until the model's sizes and the device's memory are known" if on_gpus else "on a CPU"
     rollout_tokens = basis.longest_rollout or 0
@@ -245,7 +247,7 @@ def _choose_constants(basis: Basis, trainer: _Section, engines: _Engines | None)
 
 @dataclass(frozen=True)
 class _Forecast:
-    """Choices for GPUs of `memory` bytes, and for a model of these sizes."""
+    """Choices for a model of these sizes on GPUs of `memory` bytes, by the forecast."""
 
     basis: Basis
     sizes: ModelSizes
@@ -253,7 +255,7 @@ class _Forecast:
     longest: int
 
     def choose(self, trainer: _Section, engines: _Engines | None) -> None:
-        """Fill both sections."""
+        """Replace every `auto` in both sections."""
         trainer.fill("compile", True, _why_compiled(True))
         trainer.fill("logprob_chunk_tokens", *self._choose_chunk())
         if engines:
@@ -272,7 +274,7 @@ class _Forecast:
             engines.cache_mib = self._cache_mib(engines)
 
     def _why_asleep(self, sleeps: bool, engines: _Engines) -> str:
-        """Return the reason why engines sleep or stay awake, and the place of weights that no refit brings."""
+        """Return the reason why engines sleep or stay awake. With adapters it also says where the base weights wait."""
         if not self.basis.shares_devices:
             return "engines have devices of their own"
         if not sleeps:
@@ -285,14 +287,16 @@ class _Forecast:
         return f"{reason}; a refit brings adapters alone, so {base_gib:.0f} GiB wait on the host"
 
     def _choose_chunk(self) -> tuple[int, str]:
-        """Return the largest chunk whose logits, 8 bytes each, take no more than their share, and the reason."""
+        """Return the size in tokens of the largest chunk within `_CHUNK_SHARE` of the device, and the reason. A logit
+        takes 8 bytes.
+        """
         fitting = (tokens for tokens in _CHUNKS if tokens * self.sizes.vocab * 8 <= _CHUNK_SHARE * self.memory)
         tokens = next(fitting, _CHUNKS[-1])
         gib = tokens * self.sizes.vocab * 8 / GIB
         return tokens, f"logits of {gib:.1f} GiB, where {_CHUNK_SHARE:.0%} of the device may be"
 
     def _choose_kept_tokens(self, trainer: _Section, fit: _Fit) -> tuple[int, str]:
-        """Return the tokens whose logits find room, at least one chunk's, and the reason."""
+        """Return the number of tokens whose logits the backward pass finds kept, at least one chunk, and the reason."""
         chunk = trainer.values["logprob_chunk_tokens"]
         tokens = trainer.values["micro_batch_tokens"]
         checkpointing = trainer.values["activation_checkpointing"]
@@ -309,9 +313,11 @@ class _Forecast:
         return kept_tokens, f"{kept_gib:.1f} GiB of what is left; others are made twice"
 
     def _first_fit(self, trainer: _Section, engines: _Engines | None) -> _Fit:
-        """Return the first that fits: an engine that stays awake next to large packs, large packs, recomputed ones.
+        """Return the first way to use the memory that fits.
 
-        Where packs must hold whole rollouts, those that do come first; if none fits, longer rollouts are left out.
+        The order is: an awake engine next to large packs; large packs while the engine sleeps; then the same with
+        activation checkpointing. If the loss needs whole rollouts, packs that hold the longest rollout come first; if
+        none of these fits, training leaves out longer rollouts.
         """
         shared = self.basis.shares_devices
         usable = int(USABLE * self.memory)
@@ -338,7 +344,7 @@ class _Forecast:
                     reason = f"{training / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}, of {device_gib}"
                     return _Fit(tokens, checkpointing=checkpointing, sleep=False, reason=reason, limit=0)
             if must_stay_awake:
-                # An engine that must stay awake has at most half, where its cache would take more.
+                # An engine that must stay awake takes at most half of the usable memory. Its cache is smaller then.
                 room = usable - min(engine, usable // 2)
         trial = next((trial for trial in trials if training_bytes[trial] <= room), trials[-1])
         checkpointing, tokens = trial
@@ -347,7 +353,7 @@ class _Forecast:
         return _Fit(tokens, checkpointing=checkpointing, sleep=sleep, reason=reason, limit=room)
 
     def _possible_packs(self, trainer: _Section, rollout_tokens: int) -> tuple[int, ...]:
-        """Return the sizes of packs to try, the largest first; the written one alone."""
+        """Return the pack sizes to try in tokens, the largest first. A size in the config is the only one."""
         written = trainer.values["micro_batch_tokens"]
         if written != "auto":
             return (written,)
@@ -359,9 +365,9 @@ class _Forecast:
     def _training_bytes(
         self, trainer: _Section, tokens: int, checkpointing: bool, kept_tokens: int | None = None
     ) -> int:
-        """Return the bytes of a rank's device while it trains packs of that number of tokens.
+        """Return the bytes that a rank takes of its device while it trains packs of `tokens` tokens.
 
-        kept_tokens: tokens whose logits are kept; None: those of one chunk.
+        kept_tokens: number of tokens whose logits are kept for the backward pass; None: one chunk.
         """
         trial = {"micro_batch_tokens": tokens, "activation_checkpointing": checkpointing}
         if trainer.values["logprob_kept_tokens"] == "auto":
@@ -391,7 +397,9 @@ class _Forecast:
         return int(min(free_bytes, needed_bytes) * 100 / self.memory) / 100, reason
 
     def _cache_mib(self, engines: _Engines) -> int | None:
-        """Return the cache that an engine's share of a shared device leaves; None where not one sequence fits."""
+        """Return the MiB of the key-value cache in an engine's share of a shared device; None where not one sequence
+        fits.
+        """
         if not self.basis.shares_devices:
             return None
         engine_share = int(engines.values["gpu_memory_utilization"] * self.memory)
@@ -404,9 +412,10 @@ def _why_compiled(on_gpus: bool) -> str:
 
 
 def _choose_prefix_caching(basis: Basis) -> tuple[bool, str]:
-    """Return True where a prefix hit saves work, and the reason; on a CPU a hit must also change no sampled token.
+    """Return whether engines cache prefixes, and the reason. On a CPU a prefix hit must not change a sampled token.
 
-    vLLM keeps states of layers only at ends of blocks, with chunked prefill, and calls that experimental.
+    Models with state layers (Mamba, linear attention) get no prefix caching: vLLM caches their states only at block
+    ends with chunked prefill, and calls that experimental.
     """
     if basis.facts and basis.facts.state_layers:
         return False, f"engines keep keys and values of a prefix, not the states of {basis.facts.state_layers} layers"
@@ -427,7 +436,7 @@ def _choose_max_sequences(in_flight: int) -> tuple[int, str]:
 
 
 def _left_out_fate(tokens: int, rollout_tokens: int) -> str:
-    """Return the fate of rollouts too long for any micro-batch, where the loss needs whole ones."""
+    """Return the clause "longer rollouts are left out" for a reason; empty if a pack holds the longest."""
     if tokens >= rollout_tokens:
         return ""
     return f"; rollouts whose rows have more, up to {rollout_tokens:,}, are left out"

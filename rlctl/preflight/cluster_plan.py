@@ -1,6 +1,6 @@
-"""Capacity plan of a run on a cluster that is not there yet: `placement.nodes: 32x8` in a dry run. Pure.
+"""Capacity plan of a run on a cluster that does not exist yet: `placement.nodes: 32x8` in a dry run. Pure.
 
-Seconds are bytes over the rates below, so they are the least that a machine of this kind needs.
+Durations are bytes divided by the rates below, so they are lower bounds.
 """
 
 import re
@@ -20,19 +20,20 @@ from rlctl.preflight.settled import Settled
 _HOST_RATE = 50e9
 # Bytes/s of a rank's share of a shared disk.
 _DISK_RATE = 2e9
-# Bytes/s into a GPU: within a node by NVLink as broadcasts reach it, between nodes by a 400 Gbit/s adapter a GPU.
+# Bytes/s into a GPU. Within a node it is the rate of a broadcast over NVLink, between nodes that of one 400 Gbit/s
+# adapter for each GPU.
 _WITHIN = "within a node"
 _LINK_RATES = {_WITHIN: 200e9, "between nodes, 400 Gbit/s a GPU": 50e9}
-# Bytes of a token of a batch as it travels: id and mask, and each column in float32.
+# Bytes that the driver sends to a rank for each token of a batch: id (4) and mask (1), then 4 for each float32 column.
 _TOKEN_BYTES = 5
 _COLUMN_BYTES = 4
-# Bytes of an H100, as torch counts them.
+# Memory of an H100 in bytes, as torch reports it.
 H100_BYTES = 79 << 30
 
 
 @dataclass(frozen=True)
 class PlannedCluster:
-    """A cluster by its size alone."""
+    """Size of a cluster that may not exist."""
 
     nodes: int
     gpus: int
@@ -47,7 +48,10 @@ class PlannedCluster:
 
 
 def planned_cluster(text: str) -> PlannedCluster:
-    """Return the cluster of `32x8`, nodes by GPUs, or `32x8x141`, with the GiB of each GPU. Raises ValueError."""
+    """Return the cluster that `text` describes. Raises ValueError.
+
+    `32x8` is 32 nodes of 8 GPUs. `32x8x141` also has the GiB of a GPU.
+    """
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
     if not match:
         raise ValueError(f"must be nodes x GPUs as 32x8, or 32x8x141 with the GiB of a GPU, not {text!r}")
@@ -56,7 +60,7 @@ def planned_cluster(text: str) -> PlannedCluster:
 
 
 def capacity_rows(settled: Settled, plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the demands of a run on links, driver, host memory and disk, as rows of its plan."""
+    """Return rows of the plan: the run's load on links, driver, host memory and disk."""
     placement = plan.placement
     if placement is None or settled.facts is None:
         return []
@@ -94,7 +98,7 @@ def _driver_rows(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str]]:
     copies = settled.trainer.num_ranks // shards
     columns = len(settled.computed_columns)
     if settled.sampling is not None:
-        # Advantage and rollout_log_prob.
+        # Every rollout has the columns `advantage` and `rollout_log_prob`.
         columns += 2
     token_bytes = _TOKEN_BYTES + columns * _COLUMN_BYTES
     text = f"{tokens * token_bytes * copies / 1e9:.2g} GB a step at most: {token_bytes} bytes a token"
@@ -117,7 +121,10 @@ def _checkpoint_rows(settled: Settled, plan: RunPlan) -> Iterator[tuple[str, str
 
 
 def stopped_s(settled: Settled, plan: RunPlan) -> float:
-    """Return the seconds that steps stop for a checkpoint: the copy to host memory, or writing with the export."""
+    """Return the seconds for which training stops at a checkpoint.
+
+    With `checkpoint.beside_training` that is the copy to host memory, else the writing of checkpoint and export.
+    """
     assert settled.facts
     if settled.config.checkpoint.beside_training:
         return copied_bytes(settled.trainer, settled.facts) / _HOST_RATE
@@ -126,17 +133,17 @@ def stopped_s(settled: Settled, plan: RunPlan) -> float:
 
 
 def check_nodes(config: RunConfig) -> Violations:
-    """Find a size of a cluster that cannot be read."""
+    """Find a `placement.nodes` that is not like `32x8` or `32x8x141`."""
     if config.placement.nodes is not None:
         try:
-            # A broken value is no text, and says so here.
+            # A broken value raises its own error here, because it has no text.
             planned_cluster(str(config.placement.nodes))
         except ValueError as error:
             yield Violation("placement.nodes", str(error))
 
 
 def settle_on_cluster(settled: Settled, cluster: PlannedCluster) -> Settled:
-    """Return a run as it would be on a cluster."""
+    """Return a run with the values of each `auto` that a planned cluster would give."""
     unplaced = settled.settle_on(RunMachine("cuda", cluster.memory), settled.facts)
     ranks: tuple[int, ...] = ()
     with suppress(PlacementError):

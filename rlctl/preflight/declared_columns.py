@@ -1,8 +1,8 @@
-"""Roles, columns and other declarations of a run's loss and advantage, which a check reads too. No torch.
+"""Columns and other declarations of a run's loss and advantage, which checks read without torch.
 
-A loss and an advantage name their columns. Each has one provider: the rollout itself, or a pass of the trainer under
-the weights of the column's role, before the step's advantages and its first update. A further model is a role, a
-further array a row of `COLUMNS`.
+A loss and an advantage name the columns that they read. A column without a role comes with the rollout. A column with a
+role is computed by a forward pass of the trainer with that role's weights, before the step's advantages and its first
+update. A new model is a new role, and a new array is a new row of `COLUMNS`.
 """
 
 from collections.abc import Container, Mapping
@@ -23,12 +23,13 @@ Role = Literal["policy", "reference"]
 
 @dataclass(frozen=True)
 class RoleModel:
-    """The model of a role that is not trained.
+    """The model of a role that is not trained, for example the reference.
 
-    A rank keeps its part of the weights on the host, and puts them in the policy's place for a pass.
+    A rank keeps its shard of these weights on the host. For a forward pass it swaps them with the policy's on the
+    device.
     """
 
-    # Hugging Face folder, of the policy's architecture.
+    # Hugging Face folder. The model has the policy's architecture.
     folder: str
 
 
@@ -39,7 +40,7 @@ class Column:
     name: str
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
-    # Role that gives the tokens these log-probs. None: the rollout has the column.
+    # Role whose weights compute the column. None: the rollout has the column.
     role: Role | None = None
 
 
@@ -48,19 +49,19 @@ ROLLOUT_LOG_PROB = Column("rollout_log_prob")
 AGE = Column("age")
 PROXIMAL_LOG_PROB = Column("proximal_log_prob", role="policy")
 REFERENCE_LOG_PROB = Column("reference_log_prob", role="reference")
-# By name. A step computes columns in this order.
+# Column by name. A step computes columns in this order.
 COLUMNS = {column.name: column for column in (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB)}
 
 
 def roles_by_column(names: Container[str]) -> dict[str, Role]:
-    """Return name -> role of the named columns with a role, in the order of `COLUMNS`."""
+    """Return column name -> role of the columns in `names` that have a role, in the order of `COLUMNS`."""
     return {name: column.role for name, column in COLUMNS.items() if column.role and name in names}
 
 
 def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType({})) -> str | None:
     """Return the problem with the `columns` of a user's class; None if there is none.
 
-    missing: name -> reason, of columns that the class cannot have in its run.
+    missing: name -> reason, of columns that this run does not have.
     """
     if not isinstance(names, tuple | list | set | frozenset):
         return f"`columns` is {names!r}: give a tuple of names, for example ({REFERENCE_LOG_PROB.name!r},)"
@@ -74,23 +75,26 @@ def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType
 
 
 def read_declaration(section: LossSection | AdvantageSection, name: str) -> Any:
-    """Return a declaration of a loss or advantage: its section's, or that of the user's class.
+    """Return a declaration of a loss or advantage, for example `columns`: the section's attribute, or that of the
+    user's class.
 
-    None where the class has none or cannot be imported, which a check says. A check imports no torch for a loss of
-    rlctl's: its section declares the same as its class.
+    None where the class has none or cannot be imported; a check reports that. A loss of rlctl is not imported, because
+    it imports torch: its section declares the same as its class.
     """
     owner = user_class(section.name) if isinstance(section, UserClassSection) else section
     return getattr(owner, name, None)
 
 
 def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
-    """Return the columns that a loss or advantage names; none where they are no names, which a check says."""
+    """Return the columns that a loss or advantage names. Wrong names give an empty tuple; a check reports them."""
     names = read_declaration(section, "columns") or ()
     return () if columns_problem(names) else tuple(names)
 
 
 def users_metrics(config: GrpoConfig) -> list[Metric]:
-    """Return the metrics that the user's own loss and advantage declare. A check tells of wrong declarations."""
+    """Return the metrics that the user's loss and advantage declare. Wrong declarations are left out; a check reports
+    them.
+    """
     metrics: list[Metric] = []
     for section in (config.grpo.loss, config.grpo.advantage):
         rows = read_declaration(section, "metrics") or ()
@@ -101,7 +105,7 @@ def users_metrics(config: GrpoConfig) -> list[Metric]:
 
 @cache
 def user_class(name: str) -> Any:
-    """Return a user's class of a loss or advantage; None if it cannot be imported."""
+    """Import and return a user's loss or advantage class; None if the import fails."""
     try:
         return load_object(name)
     except Exception:

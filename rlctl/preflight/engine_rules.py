@@ -1,9 +1,8 @@
-"""Interface of an engine before anything starts: packages, limits, the values of its keys.
+"""Interface of an inference engine before a run starts: packages, limits, values of its keys.
 
-An engine NAME is two things: `ENGINE` in `preflight/engines/NAME.py`, an `EngineRules`, and `generation/NAME/`. A run
-imports these by that name alone. vLLM is named besides in `bench/`, which measures its parts, in checks of the
-installation, and in proposals of `vllm serve`, for weights that any engine sampled from. An engine of the user's has no
-rules.
+An engine called NAME has an object `ENGINE`, an `EngineRules`, in `preflight/engines/NAME.py`, and its code in
+`generation/NAME/`. A run imports both by that name. A few other modules name vLLM: `bench/`, the checks of the
+installation, and messages that propose `vllm serve` for weights of any engine. A user's engine has no rules.
 """
 
 import importlib
@@ -20,20 +19,20 @@ from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.machine import Device
 from rlctl.utils.user_code import import_error, load_object
 
-# Bound in float32 for engines and devices without measurements.
+# `float32_bound` of engines and devices without measurements.
 UNMEASURED = 1.001
 
 
 class EngineRules:
-    """Rules of one kind of engine. Every method is pure, and finds nothing unless an engine has something."""
+    """Rules of one kind of engine. Every method is pure. A check finds nothing unless an engine overrides it."""
 
     # Packages that the engine's process imports.
     packages: tuple[str, ...] = ()
-    # The engine computes with the adapters of `EngineSpec`, and proves after each refit that they are live.
+    # True if the engine applies the adapters of `EngineSpec`, and verifies after each refit that it uses the new ones.
     serves_adapters = False
 
     def check_model(self, generation: GenerationSection, sizes: ModelSizes, device: Device | None) -> Violations:
-        """Yield problems with a model that the engine samples from on no device, or not by these keys.
+        """Yield problems of a model that the engine supports on no device, or not with these keys.
 
         device: None if it is not known yet.
         """
@@ -42,21 +41,21 @@ class EngineRules:
     def find_refusal(self, device: Device, path: str, sizes: ModelSizes) -> str | None:
         """Return why the engine cannot sample from the model in `path` on this device.
 
-        None if the engine can, or if that is not known.
+        None if the engine can, or if nobody knows.
         """
         return None
 
     def float32_bound(self, device: Device, sizes: ModelSizes) -> float:
-        """Return the largest `token_mult_prob_error` to the trainer in float32 that is rounding."""
+        """Return the largest `token_mult_prob_error` between engine and trainer that float32 rounding explains."""
         return UNMEASURED
 
     def options(self, section: EngineSection, device: Device) -> Mapping[str, Any]:
-        """Return the values of the engine's keys on this device, each `auto` and null settled."""
+        """Return the values of the engine's keys on this device. Each `auto` and null has a value."""
         return {}
 
 
 def check_engine_options(section: UserEngineSection) -> Violations:
-    """Find mistakes in an engine of the user's, which is imported, and in its keys."""
+    """Import a user's engine. Find mistakes of its class and of its keys."""
     key = "generation.engine"
     try:
         kind = load_object(section.name)
@@ -86,13 +85,13 @@ def check_engine_options(section: UserEngineSection) -> Violations:
 
 
 def _engine_section(name: str) -> type[EngineSection]:
-    """Return the section of an engine that comes with rlctl."""
+    """Return the section class of one of rlctl's engines."""
     sections = sections_of(keys_of(GenerationSection)["engine"].type)
     return next(section for section in sections if name in literals(keys_of(section)["name"].type))
 
 
 def engine_rules(section: EngineSection) -> EngineRules:
-    """Return the rules of the engine that a section names."""
+    """Return the rules of the engine that `section` names."""
     if section.name not in ENGINES:
         return EngineRules()
     rules: EngineRules = importlib.import_module(f"rlctl.preflight.engines.{section.name}").ENGINE

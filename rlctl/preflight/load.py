@@ -1,4 +1,4 @@
-"""Loading of configs that may run. `load` composes, types and checks a config, or raises every problem."""
+"""Loading of configs. `load` composes, types and checks a config, and raises all of its problems at once."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -34,29 +34,29 @@ TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
 
 class OtherVersionError(ConfigError):
-    """A run's own config that another version of rlctl wrote. As it is, the line for one who resumes the run."""
+    """Another version of rlctl wrote the config.yaml of a run. The message is for a user who resumes the run."""
 
     def __init__(self, file: Path, sign: str) -> None:
-        # Mark by which the file is recognized.
+        # Text that says how the other version is recognized, for example a missing key.
         self.sign = sign
         super().__init__([Problem(show_path(file), "", earlier_version(Path(show_path(file.parent)), sign))])
 
 
 @dataclass(frozen=True)
 class Composed(Generic[Kind]):
-    """A config fit to run."""
+    """A config that passed all checks, with the origins of its values."""
 
-    # For a machine that is not known yet.
+    # Settled without a machine: values that depend on a device are not known yet.
     settled: Kind
-    # File that it came from.
+    # File that the config was loaded from.
     recipe: Path
     # Dotted key -> place where its value was written.
     origins: dict[str, Origin]
-    # One line each, about overrides without effect and lost best checkpoints; no reason to stop.
+    # Notes for the user, one line each, for example about an override without effect. They do not stop the run.
     notes: list[str]
-    # Dotted key -> the interpolation by which its value came from the environment.
+    # Dotted key -> text of the `${oc.env:...}` that gave the value.
     secrets: dict[str, str]
-    # Dotted key -> origin in the config.yaml of a run that goes on; empty for a new run.
+    # Dotted key -> origin, as the config.yaml of a resumed run has it; empty for a new run.
     recorded: dict[str, str]
 
     @property
@@ -65,15 +65,17 @@ class Composed(Generic[Kind]):
         return self.settled.config
 
     def to_yaml(self) -> str:
-        """Return the resolved config, which runs again as it is: no `defaults:`, paths absolute.
+        """Return the resolved config as YAML. It can be run again: it has no `defaults:`, and its paths are absolute.
 
-        A `${...}` that reads the environment stays as it was written: a secret in it is on no disk. A comment says
-        where each value that is no default was written.
+        A `${...}` that reads the environment stays as text: no secret is written to disk. A comment after each value
+        that is no default says where it was written.
         """
         return with_origins(dump(self.written(Interpolation)), self._origins_to_record())
 
     def written(self, kind: type[str] = str) -> dict[str, Any]:
-        """Return `values` as text of a `kind`, with references to the environment as written."""
+        """Return `values()`, with each reference to the environment as its text `${oc.env:...}`. kind: class of that
+        text.
+        """
         values = self.values()
         for key, text in self.secrets.items():
             *names, last = key.split(".")
@@ -89,7 +91,10 @@ class Composed(Generic[Kind]):
         return sorted(names)
 
     def _origins_to_record(self) -> dict[str, str]:
-        """Return the origin of each value that is no default; of one that a resumed run keeps, the recorded one."""
+        """Return dotted key -> origin of each value that is no default.
+
+        A value that a resumed run keeps has its recorded origin.
+        """
         kept_keys = {key for key, origin in self.origins.items() if self.recorded and origin.file == self.recipe}
         kept_origins = {key: text for key, text in self.recorded.items() if key in kept_keys}
         written = {
@@ -100,7 +105,7 @@ class Composed(Generic[Kind]):
         return kept_origins | written
 
     def values(self) -> dict[str, Any]:
-        """Return the resolved config as plain values, by the keys that a YAML file has."""
+        """Return the resolved config as plain dicts and lists, with the keys of the YAML file."""
         return asdict(self.config, dict_factory=_by_key)
 
 
@@ -140,10 +145,10 @@ def load(
     within: str = "",
     command_overrides: Sequence[str] = (),
 ) -> Composed[Any]:
-    """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
+    """Load the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe: file or name; None: the tiny recipe.
 
-    resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
-    here. within: see `compose`. command_overrides: a command's own, before the typed ones.
+    resume: the run's directory may exist. away: the run will be on another machine, where other absolute paths exist.
+    within: see `compose`. command_overrides: overrides that the command itself adds, applied before the user's.
 
     Raises ConfigError with every problem at once.
     """
@@ -164,7 +169,8 @@ def load(
     recorded = {key.removeprefix(prefix): text for key, text in recorded.items() if key.startswith(prefix)}
     composed = Composed(settled, recipe=file, origins=checked.origins, notes=lines, secrets={}, recorded=recorded)
     values = composed.values()
-    # A path of the environment that was written from the recipe's folder would mean another one in the run's.
+    # A value that was changed after interpolation is no secret here. An example is a relative path, which was made
+    # absolute: its text would mean another path from the run's folder.
     unchanged = {
         key: node.secret
         for key, node in checked.nodes.items()
@@ -174,7 +180,7 @@ def load(
 
 
 def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
-    """Yield a note if sizes of the model are not known, and one if a live run may delete its folder."""
+    """Yield a note if the model's sizes are not known, and one if a live run may delete the model's folder."""
     if facts is None and config_file(path) is not None:
         message = "its sizes are not known yet, and not checked; rlctl train derives them before it starts"
         yield f"model.path={path}: {message}"
@@ -187,13 +193,13 @@ def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
 
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
-    """Return the composed tree, to be shown, and its problems. Raises ConfigError if it cannot be composed."""
+    """Return the composed config as a tree for display, and its problems. Raises ConfigError if composing fails."""
     checked = _check(kind, find_recipe(recipe), overrides, resume=True)
     return checked.root, checked.problems
 
 
 def problems_of_text(text: str) -> list[Problem]:
-    """Return the problems of a recipe that is in no file; its place is called `draft`."""
+    """Return the problems of a recipe that is given as text. They name its location `draft`."""
     with TemporaryDirectory() as folder:
         file = Path(folder).resolve() / "draft.yaml"
         file.write_text(text, encoding="utf-8")
@@ -211,10 +217,10 @@ def problems_of_file(file: Path) -> list[Problem]:
 
 @dataclass(frozen=True)
 class _CheckedConfig:
-    """A composed config, right or wrong."""
+    """A composed config and its problems."""
 
     root: ConfigNode
-    # By dotted key, one for each value.
+    # Dotted key -> node of each value.
     nodes: dict[str, ConfigNode]
     origins: dict[str, Origin]
     # Wrong values are BROKEN.
@@ -233,7 +239,7 @@ def _check(
     within: str = "",
     command_overrides: Sequence[str] = (),
 ) -> _CheckedConfig:
-    """Compose and type a config, settle the run, and call every check. run: the file is a run's own config."""
+    """Compose and type a config, settle it, and run every check. run: `file` is the config.yaml of a run."""
     if file.suffix == ".toml":
         message = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError(_other_tools_problems(kind, file, read_toml(file), message))
@@ -250,7 +256,7 @@ def _check(
         raise ConfigError([Problem(str(kind_node.origin), "kind", message)])
     converter: Converter[Any] = Converter(KINDS[kind_node.value], show_path(file), away=away)
     config: RunConfig = converter.convert(root)
-    # The config of a run was written whole, and checked.
+    # rlctl wrote this config with every key. A missing or unknown key means that another version wrote it.
     if run and converter.missing:
         raise OtherVersionError(file, f"its config has no {', '.join(converter.missing[:3])}")
     if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
@@ -269,9 +275,9 @@ def _check(
 
 
 def _other_tools_problems(kind: str | None, file: Path, root: ConfigNode, message: str, key: str = "") -> list[Problem]:
-    """Return a problem of a whole file, and the answer to each unknown key there.
+    """Return a problem of a whole file, and a problem for each of its unknown keys with the nearest key of rlctl.
 
-    The keys are answered for a run of `kind`. For None that is sft where there is data and nothing samples.
+    The keys are looked up for a run of `kind`. None: sft if the file has `data` and no section that samples, else grpo.
     """
     names = set(root.value) if isinstance(root.value, dict) else set()
     sections_that_sample = set(keys_of(KINDS["grpo"])) - set(keys_of(KINDS["sft"])) | _PEERS_THAT_SAMPLE

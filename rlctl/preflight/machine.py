@@ -13,13 +13,13 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class RunMachine:
-    """Devices that a run is settled for."""
+    """Devices for which a run is settled."""
 
     # None: not known yet.
     device: Device | None = None
     # Bytes of the smallest device; None: not known.
     memory: int | None = None
-    # Trainer ranks of each node that has any; empty: not known yet.
+    # Number of trainer ranks on each node that has any; empty: not known yet.
     ranks_by_node: tuple[int, ...] = ()
 
 
@@ -33,14 +33,16 @@ class Machine:
     memory_free: int
     # Size of /dev/shm; 0 without one.
     shm: int
-    # In the folder that runs are written to.
+    # Free bytes on the disk of the folder where runs are written.
     disk_free: int
     gpus: list[Gpu]
     driver: str | None
 
 
 def read_machine(folder: Path) -> Machine:
-    """Return the machine of this process. folder: where runs will be written; its nearest existing parent counts."""
+    """Return the machine of this process. folder: where runs will be written; if it does not exist, its nearest parent
+    counts.
+    """
     import psutil
 
     while not folder.exists():

@@ -1,10 +1,10 @@
-"""Forecast of a run's memory, in bytes per device, from the model's sizes. Pure.
+"""Forecast of a run's memory in bytes per device, from the model's sizes. Pure.
 
-`placed_states` counts weights, gradients and optimizer state: exactly for FSDP (float32, sharded over the ranks), for
-Megatron-core as if its stages were equal. Activations are an estimate after Korthikanti et al. (arXiv 2205.05198,
-section 4): the bytes a layer keeps per token for its backward pass, counted tensor by tensor for a gated MLP and
-attention that stores no scores. Where there are GPUs, the weights of further roles are in host memory and count on no
-device: a pass puts them in the policy's own place.
+`placed_states` counts weights, gradients and optimizer state. The count is exact for FSDP (float32, sharded over the
+ranks). For Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
+2205.05198, section 4). It counts, tensor by tensor, the bytes per token that a layer keeps for its backward pass, with
+a gated MLP and without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host
+memory: a forward pass swaps them with the policy's.
 """
 
 from collections.abc import Iterable
@@ -19,26 +19,26 @@ from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.machine import Device
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
-# Bytes a logit while the gradient of a chunk is made. torch keeps its steps apart (measured) unless it fuses them: then
-# there are a logit and its gradient, and half as much again for the allocator.
+# Bytes per logit while a chunk's gradient is computed. The first is measured: torch keeps the result of each operation.
+# The second is for compiled code: a logit and its gradient, plus half of that for the allocator.
 _LOGIT_BYTES = 16
 _FUSED_LOGIT_BYTES = 6
-# Groups of trainer ranks with all engine workers in a refit by broadcast, at most. Each is a communicator of every
-# engine's device. An engine has buffers for one sender of each. Not more: the kernels of groups wait for each other
-# across devices, and must all find room.
+# Most NCCL groups of a refit by broadcast. Each group has some trainer ranks and all engine workers. An engine device
+# has one communicator per group, and buffers for one sender of each. Kernels of groups wait for each other across
+# devices, so all must fit on a device at once: more groups could deadlock.
 REFIT_GROUPS = 2
-# Bytes of a communicator on its device, within a node and between nodes: NCCL's issues 864, 2363 have 0.5 to 1.6 GiB.
+# Bytes of a NCCL communicator on a device, within a node and between nodes: 0.5 to 1.6 GiB in NCCL's issues 864, 2363.
 _COMMUNICATOR_BYTES = {"within": 1 << 29, "between": (1 << 34) // 10}
-# Bytes of an engine for CUDA's context, graphs and the longest prefill.
+# Bytes that an engine needs for the CUDA context, graphs and the longest prefill.
 _ENGINE_BYTES = 6 << 30
-# Bytes for each logit that an engine samples from.
+# Bytes that an engine needs per logit while it samples.
 _SAMPLED_LOGIT_BYTES = 12
 
 
-# Table of where a trainer's state is in each phase of a step, for any backend. A backend moves its tensors by it
-# (`training.offload`), the forecast counts by it, `--dry-run` prints it.
+# Table of where a trainer's state is in each phase of a step. A backend moves its tensors by this table
+# (`training.offload`), the forecast counts by it, and `--dry-run` prints it.
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
-# none: freed, and allocated again when it is needed.
+# none: freed, and allocated again later.
 Place = Literal["device", "host", "none"]
 Residency = dict[Phase, dict[State, Place]]
 
@@ -46,11 +46,11 @@ PHASES: tuple[Phase, ...] = ("generate", "log_probs", "train", "refit", "checkpo
 
 
 def residency(trainer: TrainerSection, shared: bool) -> Residency:
-    """Return the table. shared: engines are on the trainer's devices and sleep while it trains.
+    """Return phase -> state -> place. shared: engines share the trainer's devices and sleep while it trains.
 
-    generate: engines are awake, the trainer rests. A refit and a checkpoint come while engines are awake or wake up, so
-    state on the host stays there. log_probs: the pass of policy and reference before the update; state that was away
-    until then comes back for the update alone.
+    In `generate` engines are awake and the trainer is idle. In `refit` and `checkpoint` engines are awake or wake up,
+    so state on the host stays there. `log_probs` is the forward pass of policy and reference before the update. State
+    on the host comes back to the device in `train` only.
     """
     pinned = backend_of(trainer).optimizer_on_host(trainer)
     for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)
@@ -74,9 +74,9 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
 
 @dataclass(frozen=True)
 class PlacedState:
-    """Place of one rank's state in one phase, and its bytes on the device and in host memory.
+    """Location of one state of a rank in one phase, and its bytes on the device and in host memory.
 
-    It has both at once where the host updates a part of the optimizer state.
+    Both are above 0 if the host updates only a part of the optimizer state.
     """
 
     place: Place
@@ -86,33 +86,33 @@ class PlacedState:
 
 @dataclass(frozen=True)
 class Memory:
-    """Forecast of one device."""
+    """Forecast of the memory of one device."""
 
-    # Bytes of one rank by purpose.
+    # Bytes that one rank needs, by purpose, for example "activations".
     trainer: dict[str, int]
-    # Bytes of one device of an engine by purpose; empty without engines.
+    # Bytes that an engine needs of one device, by purpose; empty without engines.
     engine: dict[str, int]
-    # Bytes of the device; None when unknown.
+    # Total bytes of the device; None when unknown.
     capacity: int | None
     # True if rank and engine share the device.
     shared: bool
     # True if the engine keeps its memory while the rank trains.
     awake: bool
-    # Sequences of the longest kind that an engine's cache holds at a time; None when unknown.
+    # Number of sequences of the longest length that an engine's key-value cache holds; None when unknown.
     kv_sequences: int | None
     # States of one rank by phase.
     placed_states: dict[Phase, dict[State | Role, PlacedState]]
-    # Further bytes of one rank in host memory by purpose; empty on a CPU, where `trainer` has them.
+    # Other bytes of one rank in host memory, by purpose; empty on a CPU, where `trainer` contains them.
     host: dict[str, int]
 
     @property
     def state_peak(self) -> int:
-        """Largest sum of weights, gradients and optimizer state on a device. It has no estimate in it."""
+        """Most bytes of weights, gradients and optimizer state on a device in any phase. The value is no estimate."""
         return max(self.state_bytes(phase) for phase in self.placed_states)
 
     @property
     def peak(self) -> int:
-        """Largest sum on one device at a time."""
+        """Most bytes in use on one device at a time."""
         trainer_total = sum(self.trainer.values())
         engine_total = sum(self.engine.values())
         if not self.shared:
@@ -134,9 +134,9 @@ def placed_states(
     phases: Iterable[Phase],
     frozen: Iterable[Role] = (),
 ) -> dict[Phase, dict[State | Role, PlacedState]]:
-    """Return the states by phase. Without a GPU all states are in host memory. shared: engines are on these devices.
+    """Return phase -> state -> its location and bytes for one rank. Without GPUs all states are in host memory.
 
-    frozen: further roles. Their weights are on the host at all times: a pass puts them in the policy's place.
+    shared: engines share the trainer's devices. frozen: roles besides the policy; their weights are listed on the host.
     """
     table = residency(trainer, shared)
     state_bytes = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
@@ -152,7 +152,7 @@ def placed_states(
 
 
 def _role_bytes(trainer: TrainerSettings, sizes: ModelSizes, frozen: Iterable[Role]) -> dict[Role, int]:
-    """Return the bytes of one rank's part of each further role's weights, in the compute dtype."""
+    """Return role -> bytes of one rank's shard of that role's weights, in the compute dtype."""
     parameters = backend_of(trainer).shard_counts(trainer).rank_parameters(sizes)
     return dict.fromkeys(frozen, parameters * DTYPE_BYTES[trainer.dtype])
 
@@ -164,25 +164,25 @@ def _place_state(place: Place, state_bytes: StateBytes, cpu: bool) -> PlacedStat
         return PlacedState("host", device=0, host=state_bytes.device + state_bytes.host)
     if place == "host" and state_bytes.host == 0:
         return PlacedState("host", device=0, host=state_bytes.device)
-    # State whose home is the host may have a part on the device, which stays there.
+    # State that the host updates may have a part on the device. That part stays there.
     return PlacedState(place, device=state_bytes.device, host=state_bytes.host)
 
 
 def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
-    """Return the bytes kept for the backward pass of `tokens` tokens.
+    """Return the bytes of the activations that one rank keeps for the backward pass of `tokens` tokens.
 
-    size: bytes of a number; residual: bytes of a number of the residual.
+    size: bytes of a number in the compute dtype. residual: bytes of a number in the residual stream.
 
-    A layer keeps the inputs and outputs of its two norms, q, k and v (twice if these have norms), the attention's
-    output, and in the MLP: gate, up, their activation and product; a mixture also the inputs of all chosen experts.
-    With checkpointing every layer keeps its input, and one layer at a time everything. The residual is the input of
-    layers and norms.
+    A layer keeps the inputs and outputs of its two norms, q, k and v (twice if q and k have norms), the attention's
+    output, and in the MLP: gate, up, their activation and product. A mixture of experts also keeps the inputs of all
+    chosen experts. With checkpointing every layer keeps its input, and one layer at a time keeps everything. Inputs of
+    layers and norms have the residual's dtype.
     """
     hidden = sizes.hidden
     queries = sizes.heads * sizes.head_dim
     keys = sizes.kv_heads * sizes.head_dim
     width = sizes.mlp_width
-    # Every expert has its own copies of its tokens.
+    # Each chosen expert has its own copy of the token's input.
     copies = sizes.experts_per_token * hidden if sizes.experts else 0
     normed = queries + keys if sizes.qk_norm else 0
     layer_bytes = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width + copies) * size
@@ -192,10 +192,10 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
 
 
 def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual: int) -> int:
-    """Return the bytes that one micro-batch keeps for its backward pass; size, residual: see `activation_bytes`.
+    """Return the bytes of activations that one micro-batch keeps. size, residual: see `activation_bytes`.
 
-    Padded rows keep what `ModelSizes.row_bytes` recorded: scores too, the square of a row's length, if transformers'
-    attention keeps them.
+    For padded rows the bytes were measured (`ModelSizes.row_bytes`). They include attention scores, quadratic in a
+    row's length, if transformers' attention keeps them.
     """
     tokens = trainer.micro_batch_tokens
     checkpointing = trainer.activation_checkpointing
@@ -211,7 +211,9 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
 def trainer_bytes(
     trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
 ) -> dict[str, int]:
-    """Return the bytes of one rank by purpose. frozen: roles besides the policy, which a GPU does not hold."""
+    """Return purpose -> bytes that a training rank needs. frozen: roles besides the policy; their weights are on no
+    GPU.
+    """
     size = DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
     shards = backend.shard_counts(trainer)
@@ -219,7 +221,7 @@ def trainer_bytes(
     activations = kept_bytes(trainer, sizes, size, backend.residual_bytes(trainer, size))
     adapters = trainer.adapters
     if adapters:
-        # Each adapter keeps its product with A.
+        # Each adapter keeps the product of its input and A.
         layers = 1 if trainer.activation_checkpointing else sizes.layers
         layer_values = trainer.micro_batch_tokens * adapters.rank * len(adapters.targets) // sizes.layers
         activations += layer_values * layers * size
@@ -231,14 +233,15 @@ def trainer_bytes(
     else:
         items = {state.name: state.device for state in states.values()}
     items["weights to compute with"] = backend.copied_weights(trainer, sizes, size) * size
-    # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
+    # No division by pipeline stages: the first stage has 1/N of the layers and keeps N micro-batches at a time.
     items["activations"] = activations // (shards.tensor * shards.context)
     items["logits"] = (chunk_tokens * logit_bytes + further_tokens * size) * sizes.vocab // shards.tensor
-    # The sum over the chunks is float32, the product that each adds is of the compute dtype.
+    # Gradient of the output layer: a float32 sum over the chunks, and one chunk's product in the compute dtype.
     output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shards.tensor
     items["output's gradient"] = output_gradient
     if trainer.one_micro_batch and backend.frees_gradients:
-        # The only logits are freed before the first gradient is made; a layer's gradient replaces its activations.
+        # With one micro-batch the logits are freed before the first layer's gradient is allocated, and a layer's
+        # gradient replaces its activations. So only gradients beyond the logits' size add to the peak.
         gradients = items.pop(states["gradients"].name)
         items["gradients after the logits"] = max(0, gradients - items["logits"] - output_gradient)
     if device == "cpu":
@@ -247,17 +250,18 @@ def trainer_bytes(
 
 
 def refit_bytes(sizes: ModelSizes, dtype: Dtype, adapters: AdapterSpec | None = None) -> int:
-    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too; or adapters."""
+    """Return the bytes that a refit sends to each engine: all parameters, tied embeddings once; or only the adapters.
+    """
     return (adapters.parameters if adapters else sizes.parameters) * DTYPE_BYTES[dtype]
 
 
 def communicator_bytes(nodes: int) -> int:
-    """Return the bytes of one communicator of a refit on its device, at most. nodes: of its members."""
+    """Return the most bytes that one refit communicator takes on a device. nodes: number of nodes that it spans."""
     return _COMMUNICATOR_BYTES["between" if nodes > 1 else "within"]
 
 
 def copied_bytes(trainer: TrainerSettings, sizes: ModelSizes) -> int:
-    """Return the bytes that a rank copies to host memory for a checkpoint: float32 weights and both moments."""
+    """Return the bytes that a rank copies to host memory for a checkpoint: float32 weights and AdamW's two moments."""
     trained = trainer.adapters.parameters if trainer.adapters else sizes.parameters
     return -(-trained * 3 * FLOAT32 // trainer.num_ranks)
 
@@ -265,7 +269,7 @@ def copied_bytes(trainer: TrainerSettings, sizes: ModelSizes) -> int:
 def engine_bytes(
     sizes: ModelSizes, device: Device, dtype: Dtype, tensor_parallel_size: int, max_num_seqs: int
 ) -> dict[str, int]:
-    """Return the bytes of one device of an engine by purpose, but for its key-value cache."""
+    """Return purpose -> bytes that an engine needs of one device, without its key-value cache."""
     items = {"weights": -(-sizes.parameters * DTYPE_BYTES[dtype] // tensor_parallel_size)}
     if device == "cuda":
         items["graphs and workspace"] = _ENGINE_BYTES + max_num_seqs * sizes.vocab * _SAMPLED_LOGIT_BYTES
@@ -273,7 +277,7 @@ def engine_bytes(
 
 
 def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> int:
-    """Return the bytes of a cached token on one device of an engine; 0 for a model without attention."""
+    """Return the bytes of one token in the key-value cache of one device; 0 for a model without attention."""
     shards = max(1, min(tensor_parallel_size, sizes.kv_heads))
     return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // shards)
 
@@ -281,7 +285,7 @@ def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> i
 def engine_items(
     generation: GenerationSettings, sizes: ModelSizes, device: Device, memory: int | None
 ) -> dict[str, int]:
-    """Return the bytes of one device of an engine by purpose. memory: of the device; None: not known."""
+    """Return purpose -> bytes that an engine needs of one device. memory: bytes of the device; None: not known."""
     items = engine_bytes(
         sizes=sizes,
         device=device,
@@ -292,7 +296,7 @@ def engine_items(
     if generation.cache_mib is not None:
         items["key-value cache"] = generation.cache_mib << 20
         return items
-    # vLLM measures graphs and workspace itself.
+    # Without a fixed cache size vLLM measures graphs and workspace itself, and gives the cache the rest of its share.
     del items["graphs and workspace"]
     if memory is not None:
         engine_share = int(memory * generation.gpu_memory_utilization)

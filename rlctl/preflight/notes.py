@@ -1,6 +1,7 @@
-"""Notes on a config, no reason to stop: overrides without effect, lost best checkpoints.
+"""Notes on a config that can run, for example on overrides without effect. Pure.
 
-A checkpoint is ranked by metrics of the saved weights alone, in its step's record or its validation. Pure.
+A note on `checkpoint.metric` tells that no best checkpoint can be found. The metric must be measured with the saved
+weights: in the record of the checkpoint's step, or in its validation.
 """
 
 from rlctl.config.errors import did_you_mean
@@ -14,13 +15,14 @@ from rlctl.preflight.declared_columns import users_metrics
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.telemetry.metrics import Metric, MetricTable, installed_rows
 
-# AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
+# Largest bound on age without a note. AReaL (arXiv 2505.24298, table 3): with the decoupled objective a lag of up to 4
+# steps cost no accuracy.
 WISE_AGE = 4
 _HELD_OUT = "validation/"
 
 
 def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
-    """Return the notes. Only overrides are said to change nothing: a resolved config writes every value."""
+    """Return the notes on a config. Only overrides get "no effect" notes, because a resolved config has every key."""
     config = settled.config
     grpo = settled.grpo
     overrides = {key: origin for key, origin in origins.items() if origin.override}
@@ -42,7 +44,9 @@ def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
 
 
 def _age_notes(config: GrpoConfig, override: Origin | None) -> list[str]:
-    """Return notes on a bound on age that costs more than it brings. override: the one that sets the bound."""
+    """Return notes on a bound on the age of rollouts that does harm. override: the override that sets the bound, if
+    any.
+    """
     rules = config.async_
     lines = []
     if override and rules.max_age > WISE_AGE:
@@ -55,12 +59,12 @@ def _age_notes(config: GrpoConfig, override: Origin | None) -> list[str]:
 
 
 def _idle_grpo_keys(settled: SettledGrpo) -> dict[str, str]:
-    """Return key -> the reason why it has no effect, of the keys that have none."""
+    """Return dotted key -> reason, of the GRPO keys that have no effect in this run."""
     config = settled.config
     grpo = config.grpo
     reasons: dict[str, str] = {}
     if settled.on_policy_ratio:
-        # The policy is its own old policy, and a clipped surrogate has nothing to clip.
+        # The proximal policy is the policy itself, so the ratio is 1 and is never clipped.
         clip_keys = ("grpo.loss.clip_low", "grpo.loss.clip_high", "grpo.loss.dual_clip")
         reasons |= dict.fromkeys(clip_keys, "the ratio is 1: proximal recompute with one update a step")
     if grpo.loss.kl_coef == 0:
@@ -86,7 +90,7 @@ def _idle_grpo_keys(settled: SettledGrpo) -> dict[str, str]:
 
 
 def _why_not_streamed(settled: SettledGrpo) -> str:
-    """Return why gradients cannot begin before all groups of a step are sampled."""
+    """Return why training cannot begin before all groups of a step are sampled."""
     grpo = settled.config.grpo
     if grpo.updates_per_step > 1:
         return f"grpo.updates_per_step is {grpo.updates_per_step}"
@@ -96,7 +100,7 @@ def _why_not_streamed(settled: SettledGrpo) -> str:
 
 
 def _advantage_notes(config: GrpoConfig) -> list[str]:
-    """Return notes on an advantage that adds nothing to a simpler one, or leaves out too many groups."""
+    """Return notes on an advantage that equals a simpler one, or on a filter that drops useful groups."""
     name = config.grpo.advantage.name
     filter_name = config.grpo.dynamic_sampling.filter
     key = f"grpo.advantage.name={name}"
@@ -112,7 +116,7 @@ def _advantage_notes(config: GrpoConfig) -> list[str]:
 
 
 def _idle_offload_keys(settled: Settled) -> dict[str, str]:
-    """Return key -> reason for switches that are on and move nothing in this run."""
+    """Return dotted key -> reason, of the offload switches that are on and move nothing in this run."""
     trainer = settled.config.trainer
     reasons = {}
     if trainer.offload_optimizer_for_logprob:
@@ -128,7 +132,9 @@ def _idle_offload_keys(settled: Settled) -> dict[str, str]:
 
 
 def _checkpoint_notes(settled: Settled) -> list[str]:
-    """Return a note if the best checkpoints cannot be told: their metric is never measured, or not at their steps."""
+    """Return a note if the best checkpoints cannot be found, because their metric is never measured, or not at their
+    steps.
+    """
     section = settled.config.checkpoint
     validation_interval = settled.config.validation.every
     metric = section.metric.removeprefix("-")
@@ -148,7 +154,7 @@ def _checkpoint_notes(settled: Settled) -> list[str]:
 
 
 def _why_not_measured(settled: Settled, name: str) -> str:
-    """Return why such a run does not measure a metric; empty if it does."""
+    """Return why this run does not measure the metric `name`; empty if it does."""
     users_rows = users_metrics(settled.grpo.config) if settled.grpo else []
     table = MetricTable([*installed_rows().rows, *users_rows])
     metric = table.find(name)
@@ -168,7 +174,9 @@ def _is_measured(settled: Settled, row: Metric) -> bool:
 
 
 def _metric_names(settled: Settled, row: Metric) -> list[str]:
-    """Return the names that a row stands for in such a run; none if they are not known yet."""
+    """Return the metric names of one table row in this run. A row of a family has several; none if they are not known
+    yet.
+    """
     if not row.is_family:
         return [row.name]
     parts = row.parts(settled) if row.parts else ()
@@ -176,7 +184,7 @@ def _metric_names(settled: Settled, row: Metric) -> list[str]:
 
 
 def _has_part(settled: Settled, row: Metric, name: str) -> bool:
-    """Return True if the name is one that the row stands for in such a run, were it measured."""
+    """Return True if `name` is one of the row's metrics in this run, or if this run does not measure the row."""
     if row.parts is None or not _is_measured(settled, row):
         return True
     return name in _metric_names(settled, row)

@@ -1,12 +1,12 @@
-"""Layouts of the trainer's ranks: sizes of the parallel groups, the shard of each rank, the nearest layout that works.
+"""Parallel layouts of the trainer's ranks: group sizes, the batch shard of each rank, and the nearest valid layout.
 
-Pure. Checks, plan, driver and ranks read it. A batch is split over data-parallel shards, never over ranks: the ranks of
-a shard train the same sequences together. Ranks are in Megatron-core's order, `tp-cp-ep-dp-pp`, tensor fastest:
-rank = tensor + T * (context + C * (data + D * pipeline)). Expert groups cut the ranks of a pipeline stage a second time
-and have no part in that.
+Pure. Checks, plan, driver and ranks use it. A batch is split over data-parallel shards, never over ranks: all ranks of
+a shard train the same sequences. Ranks are in Megatron-core's order, `tp-cp-ep-dp-pp`, where tensor changes fastest:
+rank = tensor + T * (context + C * (data + D * pipeline)). Expert groups split the ranks of a pipeline stage
+independently and do not appear in that formula.
 
-Nearest: the same number of ranks, and the smallest sum of the logarithms of the sizes' ratios. Experts are never cut by
-tensor ranks (their own tensor-parallel size is 1), so that their width is free.
+The nearest layout has the same number of ranks and the smallest sum of |log(size / requested size)| over the groups.
+Tensor ranks never split an expert (its tensor-parallel size is 1), so an expert's width need not be divisible.
 """
 
 import math
@@ -16,9 +16,9 @@ from itertools import product
 
 from rlctl.models.facts import ModelSizes
 
-# Largest size proposed for a model that is not known: no model has more heads, or layers, to share.
+# Largest group size to propose while the model is not known, because few models have more heads or layers to split.
 _LARGEST = 128
-# Config keys of the fields of a layout.
+# Field of a `Layout` -> its config key.
 KEYS = {
     "world": "trainer.num_ranks",
     "tensor": "trainer.megatron.tensor_model_parallel_size",
@@ -31,25 +31,27 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups."""
+    """Sizes of the parallel groups, and the total number of ranks."""
 
-    # All ranks.
+    # Number of all trainer ranks.
     world: int
     tensor: int
     pipeline: int
     context: int
     expert: int
-    # Sequence parallelism as configured; None: on where there are several tensor ranks.
+    # Sequence parallelism as configured; None: on if there are several tensor ranks.
     sequence: bool | None = None
 
     @property
     def data(self) -> int:
-        """Number of shards that a batch is split into."""
+        """Number of data-parallel shards of a batch."""
         return self.world // (self.tensor * self.pipeline * self.context)
 
     @property
     def sequence_parallel(self) -> bool:
-        """True if tensor ranks share the tokens between matrices. Megatron-core refuses it for a single one."""
+        """True if tensor ranks split the tokens outside of matrix products. Megatron-core refuses this for one tensor
+        rank.
+        """
         return self.tensor > 1 and self.sequence is not False
 
     def shard_of(self, rank: int) -> int:
@@ -58,7 +60,7 @@ class Layout:
 
     @property
     def shards(self) -> list[int]:
-        """Shard of each rank."""
+        """Batch shard of each rank, indexed by rank."""
         return [self.shard_of(rank) for rank in range(self.world)]
 
     def __str__(self) -> str:
@@ -82,11 +84,11 @@ def find_clashes(layout: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str
 
 
 def nearest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int | None = None) -> Layout:
-    """Return the layout without contradictions on as many ranks whose sizes are closest to `requested`.
+    """Return the valid layout on the same number of ranks whose group sizes are nearest to `requested`.
 
-    sequences: number trained in one update, at least one a shard. Where they are too few for any layout of these ranks,
-    the answer has the requested sizes, or else the nearest, on the number of ranks that they feed; at worst it has a
-    rank a sequence.
+    sequences: number trained in one update; each shard needs one. If they are too few for any layout of these ranks,
+    the result has fewer ranks: with the requested group sizes, else with the nearest valid ones, else one rank per
+    sequence.
     """
     working = [layout for layout in _candidates(requested, sizes) if _works(layout, sizes, sequences)]
     if working:
@@ -102,7 +104,7 @@ def nearest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int |
 
 
 def suggest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int | None) -> str:
-    """Return `; try KEY=VALUE KEY=VALUE`, the overrides for the nearest working layout."""
+    """Return the overrides for the nearest valid layout as `; try KEY=VALUE KEY=VALUE`."""
     nearest = nearest_layout(requested, sizes, sequences)
     overrides = []
     for name, key in KEYS.items():
@@ -113,7 +115,7 @@ def suggest_layout(requested: Layout, sizes: ModelSizes | None, sequences: int |
 
 
 def world_sizes(layout: Layout, sizes: ModelSizes | None, sequences: int | None) -> list[int]:
-    """Return the nearest numbers of ranks, below and above, that work with the sizes as they are."""
+    """Return the nearest valid numbers of ranks, below and above, for the layout's group sizes."""
     unit = _rank_multiple(layout)
     below = layout.world // unit * unit
     counts = (below, below + unit)
@@ -134,7 +136,9 @@ def _tensor_clashes(size: int, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
 
 
 def _context_clashes(layout: Layout, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
-    """Check Ulysses: for attention, the context ranks exchange tokens for heads."""
+    """Yield clashes of the context size. In attention the context ranks exchange tokens for heads (Ulysses), so heads
+    are split.
+    """
     if sizes.heads % layout.tensor or sizes.kv_heads % layout.tensor:
         return
     heads = sizes.heads // layout.tensor
@@ -172,13 +176,13 @@ def _works(layout: Layout, sizes: ModelSizes | None, sequences: int | None) -> b
 
 
 def _candidates(requested: Layout, sizes: ModelSizes | None) -> Iterator[Layout]:
-    """Yield every way to cut the ranks, with sequence parallelism as asked for and as it is best."""
+    """Yield every split of the ranks into groups, with sequence parallelism as requested and with its default."""
     world = requested.world
     small = [count for count in range(1, math.isqrt(world) + 1) if world % count == 0]
     divisors = small + [world // count for count in reversed(small) if count * count != world]
     may_have_experts = sizes is None or sizes.sparse_layers > 0
-    # Thousands of ranks have a hundred divisors, a model has few heads and layers: impossible sizes are left out before
-    # the product is made.
+    # Impossible sizes are removed before the product is formed: thousands of ranks may have a hundred divisors, while a
+    # model has few heads and layers.
     if sizes is None:
         divisors = [count for count in divisors if count <= _LARGEST]
         tensors = stages = contexts = divisors
@@ -195,7 +199,9 @@ def _candidates(requested: Layout, sizes: ModelSizes | None) -> Iterator[Layout]
 
 
 def _distance(requested: Layout, layout: Layout) -> tuple[float, bool, tuple[int, ...]]:
-    """Return a key to sort by. Of two layouts as near, the one that keeps the earlier size comes first."""
+    """Return a sort key: distance, whether `sequence` differs, then larger sizes first in the order tensor, pipeline,
+    context, expert.
+    """
     names = ("tensor", "pipeline", "context", "expert")
     ratios = [abs(math.log(getattr(layout, name) / getattr(requested, name))) for name in names]
     sizes = tuple(-getattr(layout, name) for name in names)
@@ -203,5 +209,5 @@ def _distance(requested: Layout, layout: Layout) -> tuple[float, bool, tuple[int
 
 
 def _rank_multiple(layout: Layout) -> int:
-    """Return the number that any number of ranks must be a multiple of, for batches and for experts."""
+    """Return the divisor that every valid number of ranks has, so that batches and experts split evenly."""
     return math.lcm(layout.tensor * layout.pipeline * layout.context, layout.pipeline * layout.expert)

@@ -1,9 +1,9 @@
-"""Placement of trainer ranks and engines on nodes and devices, and the refit's transport that follows from it. Pure.
+"""Placement of trainer ranks and engines on nodes and devices, and the refit transport that follows. Pure.
 
-The slots of ranks, or of engines, fill one node before the next (pack) or go round the nodes (spread). An engine's
-devices are on one node. Where engines share the trainer's devices on several nodes, each of these has equal shares of
-ranks and engines: weights then stay on their node. Devices are counted from 0 among those that a node has free; their
-real indices are known once they are reserved.
+Ranks, and likewise engines, fill one node before the next (pack) or go round the nodes (spread). An engine's devices
+are on one node. If engines share the trainer's devices on several nodes, each node gets equal shares of ranks and
+engines, so that weights stay on their node. A device number counts from 0 among the free devices of its node. The real
+indices are known once Ray has reserved the devices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,33 +18,33 @@ from rlctl.preflight.settled import Settled, SettledGrpo
 
 Strategy = Literal["pack", "spread"]
 Transport = Literal["shm", "ipc", "broadcast"]
-# Processes that share the cores of one machine without GPUs. Its CPUs are not counted, but each costs a gigabyte.
+# Most processes on one machine without GPUs. Its cores set no limit, but each process needs about a gigabyte.
 _MOST_ON_CPU = 256
 
 
 class PlacementError(UserError):
-    """A run that does not fit the machine or cluster; the message is one line with the arithmetic."""
+    """A run does not fit the machine or cluster. The message is one line with the arithmetic."""
 
 
 @dataclass(frozen=True)
 class NodeResources:
     """Free resources of a node."""
 
-    # Empty for this machine alone.
+    # Empty for a run on this machine alone.
     name: str
     gpus: int
-    # None where they are not counted.
+    # None: CPUs are not counted.
     cpus: float | None = None
 
     @classmethod
     def from_free(cls, name: str, free: Mapping[str, float]) -> "NodeResources":
-        """Return the resources of a node from those that Ray reports as free."""
+        """Return the resources of a node from Ray's report of free resources."""
         return cls(name, gpus=int(free.get("GPU", 0)), cpus=free.get("CPU", 0.0))
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """Processes to place."""
+    """Numbers of processes to place, and how."""
 
     ranks: int
     engines: int = 0
@@ -53,13 +53,13 @@ class ResourceRequest:
     colocated: bool = True
     trainer: Strategy = "pack"
     generator: Strategy = "pack"
-    # Counts where there is no GPU.
+    # CPUs per process; used on nodes without GPUs only.
     cpus_per_process: float = 1.0
 
 
 @dataclass(frozen=True)
 class PlacementSlot:
-    """Slot of a process. node: index of its node. devices: empty on a CPU."""
+    """Node and devices of one process. node: index into `Placement.nodes`. devices: empty on a CPU."""
 
     node: int = 0
     devices: tuple[int, ...] = ()
@@ -70,31 +70,31 @@ class Placement:
     """Slots of all processes of a run."""
 
     device: Device
-    # By rank.
+    # Slot of each trainer rank.
     trainers: list[PlacementSlot]
-    # By engine.
+    # Slot of each engine.
     engines: list[PlacementSlot]
     # True if engines and trainers share devices and take turns; on a CPU they always share the cores.
     shared: bool
     # Names of all nodes, used or not.
     nodes: tuple[str, ...] = ("",)
     cpus_per_process: float = 1.0
-    # True on several nodes that have equal shares of ranks and engines each.
+    # True if the run is on several nodes with equal shares of ranks and engines.
     by_node: bool = False
 
     @property
     def trainer_devices(self) -> int:
-        """Devices that train (CPU: a node counts as one device)."""
+        """Number of devices that train (CPU: a node counts as one device)."""
         return _count_devices(self.trainers)
 
     @property
     def generator_devices(self) -> int:
-        """Devices that generate."""
+        """Number of devices that generate."""
         return _count_devices(self.engines)
 
     @property
     def all_devices(self) -> int:
-        """Distinct devices in use."""
+        """Number of distinct devices in use."""
         return _count_devices([*self.trainers, *self.engines])
 
     @property
@@ -104,13 +104,13 @@ class Placement:
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
-        """Trainer ranks of each node that has any, in the order of the ranks."""
+        """Number of trainer ranks on each node that has any, in the order of the ranks."""
         counts = [self.processes_on(node)[0] for node in self.used_nodes]
         return tuple(count for count in counts if count)
 
     @property
     def node_by_process(self) -> dict[str, str]:
-        """Name of the node of each process: trainer-N, engine-N."""
+        """Process name, for example trainer-0 or engine-1 -> name of its node."""
         nodes = {f"trainer-{rank}": self.nodes[slot.node] for rank, slot in enumerate(self.trainers)}
         return nodes | {f"engine-{index}": self.nodes[slot.node] for index, slot in enumerate(self.engines)}
 
@@ -119,7 +119,7 @@ class Placement:
         return sum(slot.node == node for slot in self.trainers), sum(slot.node == node for slot in self.engines)
 
     def peer_devices(self, slot: PlacementSlot) -> tuple[int, ...]:
-        """Return the devices of the slot's node that trainer ranks have and the slot does not."""
+        """Return the devices of trainer ranks on the slot's node that are not the slot's own."""
         return tuple(sorted(_devices_on(slot.node, self.trainers) - set(slot.devices)))
 
     def gpus_on(self, node: int) -> int:
@@ -127,14 +127,14 @@ class Placement:
         return len(_devices_on(node, self.trainers + self.engines))
 
     def cpus_on(self, node: int) -> float:
-        """Return the number of CPUs to reserve on a node; none where GPUs are."""
+        """Return the number of CPUs to reserve on a node; 0 in a run on GPUs."""
         return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.processes_on(node))
 
 
 def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:
-    """Return a slot for every process. device None: cuda where there are GPUs.
+    """Return a slot for every process. device None: cuda if any node has GPUs.
 
-    Raises PlacementError with the arithmetic when there is too little room.
+    Raises PlacementError, with the arithmetic, if the processes do not fit.
     """
     device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
     slot_counts = [node.gpus for node in nodes]
@@ -156,7 +156,8 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
             free_devices = [devices if node == only_node else [] for node, devices in enumerate(free_devices)]
         elif takes_turns and has_enough:
             raise PlacementError(_describe_unequal(nodes, resources))
-    # `_take_slots` removes from its list. Where trainer and engines take no turns, both take from one list, on purpose.
+    # `_take_slots` removes devices from its list. Unless trainer and engines take turns, both calls use the same list
+    # on purpose.
     engine_devices = [list(devices) for devices in free_devices] if takes_turns else free_devices
     trainers = _take_slots(free_devices, resources.ranks, size=1, strategy=resources.trainer)
     if trainers is None:
@@ -165,7 +166,7 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     engines = _take_slots(engine_devices, resources.engines, size=size, strategy=resources.generator)
     if engines is None:
         raise PlacementError(_describe_lack(nodes, resources, device))
-    # Ranks of a node are consecutive, also where they were spread.
+    # Ranks of a node get consecutive numbers, even if they were spread.
     trainers.sort(key=lambda slot: slot.node)
     if device == "cpu":
         trainers = [PlacementSlot(slot.node) for slot in trainers]
@@ -183,9 +184,10 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
 def smaller_runs(
     nodes: Sequence[NodeResources], resources: ResourceRequest, parts: int, device: Device
 ) -> Iterator[ResourceRequest]:
-    """Yield the run, if it has room, and then its shares that have room, the largest first.
+    """Yield the resources of the whole run and of smaller shares, the largest first, as far as they fit.
 
-    parts: number of nodes of the whole run. A share has the ranks and engines of fewer nodes, at least one of each.
+    parts: number of nodes of the whole run. A share has the ranks and engines of 1 to `parts` - 1 nodes, at least one
+    of each.
     """
     for count in range(parts, 0, -1):
         ranks = max(1, resources.ranks * count // parts)
@@ -197,7 +199,7 @@ def smaller_runs(
 
 
 def requested_resources(settled: Settled) -> ResourceRequest:
-    """Return the processes of a run to place."""
+    """Return the processes that a run needs."""
     config = settled.config
     sampling = settled.sampling
     request = ResourceRequest(
@@ -217,14 +219,15 @@ def requested_resources(settled: Settled) -> ResourceRequest:
 
 
 def this_machine(gpus: int) -> list[NodeResources]:
-    """Return the one node of a run without a cluster."""
+    """Return this machine as the only node, for a run without a cluster."""
     return [NodeResources("", gpus)]
 
 
 def stays_on_nodes(settled: Settled, placement: Placement) -> bool:
-    """Return True if on each of several nodes the trainer's ranks bring the engines there all weights.
+    """Return True if the run is on several nodes and each node's ranks hold all weights, so that a refit stays on its
+    node.
 
-    Raises PlacementError where engines share GPUs with ranks that hold a part of the weights alone.
+    Raises PlacementError if engines share GPUs with a node's ranks that hold only a part of the weights.
     """
     if not placement.by_node:
         return False
@@ -241,7 +244,9 @@ def stays_on_nodes(settled: Settled, placement: Placement) -> bool:
 
 
 def transport_of(settled: SettledGrpo, placement: Placement) -> Transport:
-    """Return `refit.transport` with `auto` resolved. Raises PlacementError for one that does not leave a node."""
+    """Return `refit.transport` with `auto` resolved. Raises PlacementError for a one-node transport in a run across
+    nodes.
+    """
     transport = settled.config.refit.transport
     stays = stays_on_nodes(settled, placement)
     if len(placement.used_nodes) > 1 and not stays and transport not in ("auto", "broadcast"):
@@ -253,7 +258,7 @@ def transport_of(settled: SettledGrpo, placement: Placement) -> Transport:
 
 
 def refit_way(settled: SettledGrpo, placement: Placement) -> str:
-    """Return the way of weights to engines, with its reason, for a reader. Raises the errors of `transport_of`."""
+    """Return the refit's transport as text for the plan, with its reason. Raises the errors of `transport_of`."""
     transport = transport_of(settled, placement)
     nodes = len(placement.used_nodes)
     if nodes == 1:
@@ -266,13 +271,14 @@ def refit_way(settled: SettledGrpo, placement: Placement) -> str:
 
 
 def usual_transport(placement: Placement, engines: int, stays: bool = False) -> Transport:
-    """Return the transport that `auto` means.
+    """Return the transport for `auto`.
 
-    On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
-    link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
-    sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
-    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs, so that a run on several
-    nodes broadcasts, unless weights stay on their node (stays).
+    On a CPU it is `shm`: engines map the trainer's shared memory. On GPUs that trainer and engines share it is `ipc`,
+    because two NCCL ranks cannot share a device. On separate GPUs one rank sends to one engine by `ipc`; otherwise
+    `broadcast` is faster. Several engines that read a trainer's memory share its link (2 ranks to 2 engines on H200s:
+    62.3 ms by ipc, 48.4 by broadcast). One engine that reads the shards of 3 ranks takes 46.9 ms by ipc, 44.8 by
+    broadcast; both while engines saw no other devices. A run across nodes needs `broadcast`, unless weights stay on
+    their node (`stays`).
     """
     if len(placement.used_nodes) > 1 and not stays:
         return "broadcast"
@@ -284,9 +290,9 @@ def usual_transport(placement: Placement, engines: int, stays: bool = False) -> 
 def _place_equal_shares(
     free_devices: list[list[int]], resources: ResourceRequest, device: Device, names: tuple[str, ...]
 ) -> Placement | None:
-    """Place a colocated run on nodes with equal shares of ranks and engines: few nodes (pack), or many (spread).
+    """Place a colocated run with equal shares of ranks and engines per node, on few nodes (pack) or many (spread).
 
-    free_devices: of each node. Return None if no number of nodes divides both and has room.
+    free_devices: free device numbers of each node. Return None if no number of nodes divides both counts and has room.
     """
     size = resources.tensor_parallel_size if device == "cuda" else 1
     counts = [
@@ -308,7 +314,7 @@ def _place_equal_shares(
                 trainers += [PlacementSlot(node)] * node_ranks
                 engines += [PlacementSlot(node)] * node_engines
             else:
-                # Ranks and engines take turns on the same devices.
+                # Ranks and engines get the same devices, on which they take turns.
                 trainers += _cut_slots(node, free_devices[node], node_ranks, size=1)
                 engines += _cut_slots(node, free_devices[node], node_engines, size=size)
         return Placement(
@@ -328,13 +334,13 @@ def _cut_slots(node: int, devices: list[int], count: int, size: int) -> list[Pla
 
 
 def _needed_gpus(resources: ResourceRequest) -> int:
-    """Return the number of GPUs that a run takes."""
+    """Return the number of GPUs that a run needs."""
     engine_gpus = resources.engines * resources.tensor_parallel_size
     return max(resources.ranks, engine_gpus) if resources.colocated else resources.ranks + engine_gpus
 
 
 def _require_on_a_node(nodes: Sequence[NodeResources], size: int) -> None:
-    """Raise PlacementError for an engine that would need the GPUs of two nodes."""
+    """Raise PlacementError if no node has enough GPUs for one engine."""
     largest = max(node.gpus for node in nodes)
     if size > largest:
         problem = f"generation.tensor_parallel_size={size}: the workers of an engine are processes of one node"
@@ -350,11 +356,11 @@ def _describe_unequal(nodes: Sequence[NodeResources], resources: ResourceRequest
 
 
 def _take_slots(free_devices: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
-    """Take `count` slots of `size` devices out of `free_devices`. Return None if there are too few."""
+    """Remove `count` slots of `size` devices from `free_devices` and return them; None if there are too few."""
     slots: list[PlacementSlot] = []
     all_nodes = range(len(free_devices))
     taken_slots = [0] * len(free_devices)
-    # A node that holds them all keeps a pool together.
+    # To pack, prefer the first node that holds all slots; else fill the nodes with most room first.
     sufficient = [node for node in all_nodes if len(free_devices[node]) // size >= count]
     packing_order = sufficient[:1] or sorted(all_nodes, key=lambda node: -(len(free_devices[node]) // size))
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""Plan of a run, worked out from its config alone, as plain data: `--dry-run` shows it.
+"""Plan of a run, computed from its config as plain data. `--dry-run` shows the plan.
 
-Pure: the model's sizes and the machine are values. Units are bytes and tokens. A forecast that cannot be made (the
-model's config.json is not on this machine) is None.
+Pure: the model's sizes and the machine are arguments. Units are bytes and tokens. A value is None if it cannot be
+computed, for example because the model's config.json is not on this machine.
 """
 
 from collections.abc import Sequence
@@ -39,67 +39,70 @@ from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Sizes of one step."""
+    """Numbers of prompts, rollouts, sequences and tokens in one step."""
 
     prompts: int
     group: int
     rollouts: int
     updates: int
     per_update: int
-    # Most sequences that a rank trains in an update; the ranks of a shard train the same.
+    # Most sequences that a rank trains in an update. All ranks of a shard train the same sequences.
     per_rank: int
-    # Tokens of the longest sequence allowed.
+    # Tokens of the longest allowed sequence.
     longest: int | None
-    # Most tokens of a step.
+    # Most tokens in one step.
     tokens: int | None
-    # Sequences of the longest kind that fit into one micro-batch.
+    # Number of sequences of that length in one micro-batch.
     full_sequences: int | None
-    # Most forward passes that a rank needs for one update.
+    # Most micro-batches that a rank needs for one update.
     micro_batches: int | None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of the run, and how often it stops to validate and to save."""
+    """Numbers of steps, updates, validations and checkpoints of the run."""
 
     steps: int
     updates: int
     validations: int
     checkpoints: int
     kept: int
-    # Bytes of one, with its export.
+    # Bytes of one checkpoint with its export.
     checkpoint_bytes: int | None
-    # Bytes that checkpoints may take where the run writes; None: not known.
+    # Free bytes for checkpoints on the run's disk; None: not known.
     disk_free: int | None = None
 
     @property
     def disk_bytes(self) -> int:
-        """Most bytes of checkpoints on the disk: a new one is whole before an old one goes. 0 if not known."""
+        """Most bytes that checkpoints take on the disk; 0 if not known. One more than `kept` counts: a new checkpoint
+        is complete before an old one is deleted.
+        """
         return min(self.checkpoints, self.kept + 1) * (self.checkpoint_bytes or 0)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """All that a dry run shows."""
+    """Everything that a dry run shows."""
 
     kind: str
     model: str
     parameters: int | None
-    # None when the machine has too few devices; `misplaced` has the reason.
+    # None if the run does not fit the devices; then `misplaced` has the reason.
     placement: Placement | None
     misplaced: str | None
     # None for a backend that has one layout.
     layout: Layout | None
     batch: BatchSize
     memory: Memory | None
-    # Reason why states cannot fit into a device's memory, without any estimate; None if they may.
+    # Reason why weights, gradients and optimizer state exceed a device's memory. It uses exact sizes only. None if they
+    # fit.
     too_large: str | None
-    # Reason why the engine's kernels cannot sample from the model on this device; None if they can.
+    # Reason why the engine cannot sample from the model on this device; None if it can.
     unserved: str | None
-    # Reason why not one checkpoint fits on the disk; None if one does.
+    # Reason why the first checkpoint does not fit on the disk; None if it does.
     unsaved: str | None
     schedule: Schedule
-    # Bytes of a refit to each engine, and the way that they take, if it is known.
+    # Bytes that a refit sends to each engine, and the transport as text, if they are known.
     refit: int | None
     refit_way: str | None
     # Values of the keys that were left at `auto`, with reasons.
@@ -107,17 +110,16 @@ class RunPlan:
     notes: list[str]
 
 
-# Share of a device's memory above which a forecast, an estimate, is too close.
+# Share of a device's memory above which a forecast gets a note, because it is only an estimate.
 _TIGHT = 0.93
 
 
 def make_plan(
     settled: Settled, nodes: Sequence[NodeResources], disk_free: int | None = None, cores: int | None = None
 ) -> RunPlan:
-    """Return the plan of a run on this machine, the one node, or on a cluster's.
+    """Return the plan of a run on `nodes`: this machine alone, or the nodes of a cluster.
 
-    disk_free: bytes that the run's checkpoints may take; None: not known. cores: those of this machine; None on a
-    cluster.
+    disk_free: free bytes for checkpoints; None: not known. cores: number of cores of this machine; None on a cluster.
     """
     config = settled.config
     sizes = settled.facts
@@ -160,7 +162,8 @@ def make_plan(
 def forecast(settled: Settled, placement: Placement | None = None) -> Memory | None:
     """Return the forecast of a run's memory; None until the model's sizes are known.
 
-    placement: communicators of its refit count too. On a CPU ranks and engines share the machine's memory at all times.
+    placement: if given, the refit's communicators count too. On a CPU all ranks and engines share the machine's memory
+    at all times, so their sum is the forecast.
     """
     sizes = settled.facts
     device = settled.device
@@ -219,20 +222,20 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
 
 
 def refit_groups(settled: SettledGrpo, placement: Placement) -> int:
-    """Return the communicators of an engine's device; 0 where weights take another way than a broadcast."""
+    """Return the number of refit communicators on an engine's device; 0 if the refit is not by broadcast."""
     if placement.device == "cpu" or transport_of(settled, placement) != "broadcast":
         return 0
     return min(REFIT_GROUPS, refit_senders(settled, placement))
 
 
 def refit_senders(settled: Settled, placement: Placement) -> int:
-    """Return the number of ranks that send in a refit: between nodes those of one copy of the weights."""
+    """Return the number of ranks that send weights in a refit: on one node all, on several the ranks of one copy."""
     trainer = settled.trainer
     return backend_of(trainer).ranks_a_copy(trainer) if len(placement.used_nodes) > 1 else trainer.num_ranks
 
 
 def _checkpoint_copies(settled: Settled, sizes: ModelSizes) -> dict[str, int]:
-    """Return a rank's host memory for checkpoints that are written while training goes on."""
+    """Return purpose -> bytes of host memory that a rank needs for a checkpoint written while training goes on."""
     section = settled.config.checkpoint
     saves = section.beside_training and (section.every or section.at_end)
     return {"copies of a checkpoint": copied_bytes(settled.trainer, sizes)} if saves else {}
@@ -264,7 +267,7 @@ def _make_schedule(settled: Settled, disk_free: int | None) -> Schedule:
     steps = config.num_steps
     validations = 0
     if settled.validates:
-        # A validation follows the last step too.
+        # The last step is always followed by a validation.
         validations = config.validation.at_start + -(-steps // config.validation.every)
     interval = config.checkpoint.every
     checkpoints = steps // interval if interval else 0
@@ -284,7 +287,8 @@ def _make_schedule(settled: Settled, disk_free: int | None) -> Schedule:
 def _checkpoint_bytes(settled: Settled) -> int | None:
     """Return the bytes of a checkpoint with its export; None until the model's sizes are known.
 
-    It has weights and AdamW's two moments in float32, and the exported weights; or those of adapters, all float32.
+    A checkpoint has weights and AdamW's two moments in float32, and the exported weights. With adapters it has only
+    those of the adapters, all in float32.
     """
     if settled.facts is None:
         return None
@@ -300,7 +304,9 @@ def _checkpoint_bytes(settled: Settled) -> int | None:
 
 
 def _why_too_large(settled: Settled, memory: Memory | None) -> str | None:
-    """Return why no device can hold weights, gradients and optimizer state. They are the exact part of the forecast."""
+    """Return why a device cannot hold weights, gradients and optimizer state, the exact part of the forecast; None if
+    it can.
+    """
     if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
         return None
     state_gib = f"{memory.state_peak / 2**30:.1f} GiB"
@@ -311,7 +317,7 @@ def _why_too_large(settled: Settled, memory: Memory | None) -> str | None:
 
 
 def _why_unsaved(schedule: Schedule) -> str | None:
-    """Return why the first checkpoint would fail; None if one fits, or if a size is not known."""
+    """Return why the first checkpoint would not fit on the disk; None if it fits, or if a size is not known."""
     size = schedule.checkpoint_bytes
     free = schedule.disk_free
     if not schedule.checkpoints or size is None or free is None or size <= free:
@@ -321,7 +327,7 @@ def _why_unsaved(schedule: Schedule) -> str | None:
 
 
 def disk_notes(schedule: Schedule) -> list[str]:
-    """Return a note if the disk may become full: one checkpoint fits, but not all that are kept."""
+    """Return a note if one checkpoint fits on the disk, but not as many as are kept."""
     free = schedule.disk_free
     needed_bytes = schedule.disk_bytes
     if free is None or needed_bytes <= free or _why_unsaved(schedule):
@@ -337,7 +343,7 @@ def _show_bytes(count: int) -> str:
 
 
 def _why_unserved(settled: Settled) -> str | None:
-    """Return why the engine cannot sample from the model on the run's device; None if it can, or is not known."""
+    """Return why the engine cannot sample from the model on this device; None if it can, or if that is not known."""
     sampling = settled.sampling
     if sampling is None or settled.facts is None:
         return None
@@ -346,13 +352,16 @@ def _why_unserved(settled: Settled) -> str | None:
 
 
 def require_served(settled: Settled) -> None:
-    """Raise ModelError if the engine cannot sample from the model: a model of the hub is known only when it is here."""
+    """Raise ModelError if the engine cannot sample from the model.
+
+    Runs call this once a model of the hub is downloaded, because checks before that do not know its sizes.
+    """
     if reason := _why_unserved(settled):
         raise ModelError(reason)
 
 
 def _peak_remedy(memory: Memory) -> str:
-    """Return the remedy of a peak, by the side that makes it."""
+    """Return the remedy for a memory peak: keys of the engine or of the trainer, whichever has the peak."""
     if memory.engine and memory.peak > sum(memory.trainer.values()):
         return "; a lower generation.gpu_memory_utilization takes less"
     return (
@@ -362,10 +371,10 @@ def _peak_remedy(memory: Memory) -> str:
 
 
 def crowding_notes(settled: Settled, cores: int | None) -> list[str]:
-    """Return a note if more processes than cores compute at one time. cores: None where they are not known."""
+    """Return a note if more processes compute at one time than there are cores. cores: None: not known."""
     ranks = settled.config.trainer.num_ranks
     engines = settled.sampling.generation.num_engines if settled.sampling else 0
-    # Ranks and engines take turns: only the larger of the two groups competes for cores.
+    # Ranks and engines compute in turns, so only the larger of the two groups competes for cores.
     processes = max(ranks, engines)
     if settled.device != "cpu" or cores is None or processes <= cores:
         return []

@@ -1,8 +1,8 @@
-"""One settled value of a run: a config, a machine and a model's facts, and everything that follows from them. Pure.
+"""Settled run: config, machine and model facts, with every value that follows from them. Pure.
 
-`settle` makes it, and everybody who needs the value of an `auto` is given it. `refit.transport` follows from the
-placement (`placement.transport_of`), `refit.mode` from an engine's free memory (`generation`), and
-`data.chat_template` from the tokenizer (`chat.make_chat`).
+`settle` creates it. Code that needs the value of a key at `auto` reads it there. Three keys are resolved elsewhere:
+`refit.transport` from the placement (`placement.transport_of`), `refit.mode` from an engine's free memory
+(`generation`), and `data.chat_template` from the tokenizer (`chat.make_chat`).
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ from rlctl.preflight.trainer_settings import Choice, Dtype, GenerationSettings, 
 
 @dataclass(frozen=True)
 class Settled:
-    """A run of any kind as it will be. Parts that its kind does not have are None."""
+    """A run of any kind with a value for each `auto`. Fields of the other kind are None."""
 
     config: RunConfig
     machine: RunMachine
@@ -42,29 +42,33 @@ class Settled:
 
     @derived
     def grpo(self) -> "SettledGrpo | None":
-        """This run, if it learns by GRPO."""
+        """This run, if it is a GRPO run, else None."""
         return None
 
     @derived
     def sft(self) -> "SettledSft | None":
-        """This run, if it is SFT."""
+        """This run, if it is an SFT run, else None."""
         return None
 
     @derived
     def sampling(self) -> "SettledGrpo | None":
-        """Run that the engines sample by: this one, or the recipe that validates it. None without engines."""
+        """GRPO config by which the engines sample: this run, or the recipe that validates an SFT run. None without
+        engines.
+        """
         return None
 
     @derived
     def device(self) -> Device:
-        """Kind of device."""
+        """Kind of device, cpu or cuda. Raises NotKnownError while it is not known."""
         if self.machine.device is None:
             raise NotKnownError("the device is not known yet")
         return self.machine.device
 
     @derived
     def dtype(self) -> Dtype:
-        """Compute dtype of the trainer. auto: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
+        """Compute dtype of the trainer. `auto` is float32 on a CPU, because bfloat16 has no fast kernels and too few
+        digits for tests there.
+        """
         dtype = self.config.trainer.dtype
         if dtype == "auto":
             return "float32" if self.device == "cpu" else "bfloat16"
@@ -72,7 +76,7 @@ class Settled:
 
     @derived
     def adapters(self) -> AdapterSpec | None:
-        """Adapters that are trained; None where every weight is."""
+        """Adapters that are trained; None if all weights are trained."""
         section = self.config.lora
         if section is None:
             return None
@@ -85,7 +89,7 @@ class Settled:
 
     @derived
     def export_dtype(self) -> Dtype:
-        """Dtype of an exported Hugging Face folder. auto: the trainer's."""
+        """Dtype of exported Hugging Face folders. `auto` is the trainer's compute dtype."""
         dtype = self.config.checkpoint.export_dtype
         return self.dtype if dtype == "auto" else dtype
 
@@ -96,7 +100,7 @@ class Settled:
 
     @derived
     def shares_devices(self) -> bool:
-        """True if engines are on the trainer's devices; on a CPU they always are, and never sleep."""
+        """True if engines share the trainer's devices. On a CPU engines never sleep."""
         return self.sampling is not None and self.sampling.is_colocated
 
     @derived
@@ -108,17 +112,17 @@ class Settled:
 
     @derived
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence of the run, if they are known before the data is read."""
+        """Tokens of the run's longest sequence; None if that is not known before the data is read."""
         return None if self._longest_of_model is None else self.max_length
 
     @derived
     def longest_rollout(self) -> int | None:
-        """Tokens that one micro-batch must hold, if they are known before the data is read."""
+        """Tokens that one micro-batch must hold; None if that is not known before the data is read."""
         return self.longest_sequence
 
     @property
     def update_tokens(self) -> int | None:
-        """Tokens of a rank's share of an update, at most; None: not bounded."""
+        """Most tokens of a rank's share of an update; None: not bounded."""
         return None
 
     @property
@@ -137,19 +141,21 @@ class Settled:
 
     @property
     def copied_roles(self) -> tuple[Role, ...]:
-        """Roles with a copy of the model's size. Below adapters the reference is the policy with adapters off."""
+        """Roles that need their own copy of the weights. With adapters there are none: the reference is the policy with
+        adapters off.
+        """
         return () if self.config.lora else self.frozen_roles
 
     @derived
     def phases(self) -> tuple[Phase, ...]:
-        """Phases in the order of a step. Without shared devices nothing waits for engines."""
+        """Phases of a step of this run, in order. `generate` is one only if engines share the trainer's devices."""
         has_phase = {"generate": self.shares_devices, "refit": self.sampling is not None}
         has_phase["log_probs"] = bool(self.computed_columns)
         return tuple(phase for phase in PHASES if has_phase.get(phase, True))
 
     @derived
     def trainer(self) -> TrainerSettings:
-        """`trainer`, with a value for each auto."""
+        """Section `trainer` with a value for each `auto`."""
         return self._chosen_values.trainer
 
     @derived
@@ -178,16 +184,17 @@ class Settled:
         )
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
-        """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
+        """Return the number of CPU threads per rank for `ranks` ranks and `engines` engines on a machine with `cores`
+        cores.
 
-        Engines that sample while it trains keep a core each: on two cores, two threads next to an engine made the tiny
-        run's asynchronous step 0.63 s, one thread 0.57 s.
+        In an asynchronous run each engine keeps one core. On two cores with one engine, a step of the tiny asynchronous
+        run took 0.63 s with two threads and 0.57 s with one.
         """
         sampling_engines = engines if self.grpo and self.grpo.config.async_.enabled else 0
         return self.config.trainer.threads or max(1, (cores - sampling_engines) // ranks)
 
     def settle_on(self, machine: RunMachine, facts: ModelSizes | None) -> Self:
-        """Return the same config, settled for a machine and a model that are known now."""
+        """Return the same config settled for `machine` and `facts`."""
         return replace(self, machine=machine, facts=facts)
 
 
@@ -196,7 +203,7 @@ class SettledGrpo(Settled):
     """A GRPO run, or the recipe by which an SFT run is validated."""
 
     config: GrpoConfig
-    # The SFT run that the recipe validates: its trainer counts.
+    # SFT run that the recipe validates; its trainer settings are used. None for a GRPO run.
     run: "SettledSft | None" = None
 
     @derived
@@ -211,7 +218,7 @@ class SettledGrpo(Settled):
 
     @derived
     def generation(self) -> GenerationSettings:
-        """`generation`, with a value for each auto."""
+        """Section `generation` with a value for each `auto`."""
         assert self._chosen_values.generation
         return self._chosen_values.generation
 
@@ -222,13 +229,13 @@ class SettledGrpo(Settled):
 
     @derived
     def generation_dtype(self) -> Dtype:
-        """Dtype of an engine's weights. auto: the trainer's."""
+        """Dtype of an engine's weights. `auto` is the trainer's compute dtype."""
         dtype = self.config.generation.dtype
         return self.dtype if dtype == "auto" else dtype
 
     @derived
     def checksum(self) -> Literal["all", "sampled", "off"]:
-        """Items whose bytes are compared at each refit."""
+        """Weights whose checksums are compared between trainer and engines at each refit."""
         checksum = self.config.refit.checksum
         if checksum == "auto":
             return "all" if self.device == "cpu" or self.config.lora else "sampled"
@@ -236,13 +243,13 @@ class SettledGrpo(Settled):
 
     @derived
     def is_colocated(self) -> bool:
-        """True if engines take turns with the trainer on its devices."""
+        """True if engines share the trainer's devices, and the two take turns."""
         written = self.config.placement.colocated
         return not self.config.async_.enabled if written is None else written
 
     @derived
     def proximal(self) -> Literal["rollout", "recompute"]:
-        """Old policy of the loss's ratio."""
+        """Policy in the denominator of the loss's ratio: the one that sampled (rollout), or a recomputed one."""
         loss = self.config.grpo.loss
         if loss.proximal != "auto":
             return loss.proximal
@@ -251,10 +258,11 @@ class SettledGrpo(Settled):
 
     @derived
     def on_policy_ratio(self) -> bool:
-        """True if the proximal policy needs no separate pass: it is the policy being updated.
+        """True if the proximal log-probs need no separate forward pass, because the proximal policy is the policy being
+        updated.
 
-        That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
-        only its gradient counts.
+        That holds with one update a step: both log-probs come from the same weights, the ratio is 1, and only its
+        gradient matters.
         """
         if self.proximal != "recompute":
             return False
@@ -263,7 +271,7 @@ class SettledGrpo(Settled):
 
     @derived
     def clips(self) -> bool:
-        """True if the loss has bounds of the ratio."""
+        """True if the loss clips the ratio."""
         return bool(read_declaration(self.config.grpo.loss, "clips"))
 
     @derived
@@ -282,7 +290,7 @@ class SettledGrpo(Settled):
 
     @derived
     def _read_columns(self) -> set[str]:
-        """Columns of the KL term, of the advantage, and of the loss."""
+        """Names of the columns that the loss, its KL term and the advantage read."""
         loss = self.config.grpo.loss
         columns = {*named_columns(loss), *self.advantage_columns}
         if loss.kl_coef > 0:
@@ -291,7 +299,7 @@ class SettledGrpo(Settled):
 
     @derived
     def advantage_columns(self) -> tuple[str, ...]:
-        """Columns that the advantage names; none where they are no names, which a check says."""
+        """Columns that the advantage names. Wrong names give an empty tuple; a check reports them."""
         return named_columns(self.config.grpo.advantage)
 
     @derived
@@ -310,19 +318,19 @@ class SettledGrpo(Settled):
         try:
             return bool(user_class(loss.name).from_settled(self).needs.whole_rollouts)
         except Exception:
-            # A check says that the loss cannot be made.
+            # A check reports that the loss cannot be created.
             return False
 
     @derived
     def advantage_scope(self) -> AdvantageScope:
-        """Rollouts that one advantage depends on: those of its group, or all of the step."""
+        """Rollouts on which one advantage depends: its group's, or all of the step's (batch)."""
         return "batch" if read_declaration(self.config.grpo.advantage, "scope") == "batch" else "group"
 
     @derived
     def streams_training(self) -> bool:
-        """True if a step's gradients begin before all of its groups are sampled.
+        """True if a step begins to train before all of its groups are sampled.
 
-        This takes one update a step, of values that are known when a group is: no advantage of the step's whole batch.
+        That needs one update a step, no computed columns, and advantages within one group.
         """
         rules = self.config.async_
         if not (rules.enabled and rules.streamed_training and self.config.grpo.updates_per_step == 1):
@@ -336,7 +344,7 @@ class SettledGrpo(Settled):
 
     @derived
     def longest_sequence(self) -> int | None:
-        """Tokens of the longest sequence of the run, if they are known before the data is read."""
+        """Tokens of the run's longest sequence; None if that is not known before the data is read."""
         limit = super().longest_sequence
         prompt_tokens = self.config.data.max_prompt_length
         if prompt_tokens is None:
@@ -346,16 +354,16 @@ class SettledGrpo(Settled):
 
     @property
     def update_tokens(self) -> int | None:
-        """Bound of the SFT run. An update of rollouts has any number of rows."""
+        """Bound of the SFT run that this recipe validates. A GRPO run has none: a rollout has any number of rows."""
         return self.run.update_tokens if self.run else None
 
     @derived
     def longest_rollout(self) -> int | None:
-        """Tokens that one micro-batch must hold, if they are known before the data is read.
+        """Tokens that one micro-batch must hold; None if that is not known before the data is read.
 
-        They are those of the longest sequence. Where the loss needs whole rollouts and a template may rewrite their
-        history at each turn, a rollout has a sequence for each turn. A rollout function has rows as it likes: of one
-        row here.
+        Usually it is the longest sequence. If the loss needs whole rollouts and `environment.history` is `strip`, the
+        history may be rewritten at each turn, and a rollout has one sequence per turn. Rollout functions may return any
+        number of rows; one is assumed here.
         """
         section = self.config.environment
         longest = self.longest_sequence
@@ -378,9 +386,9 @@ class SettledSft(Settled):
 
     @property
     def update_tokens(self) -> int | None:
-        """Tokens of a rank's share of an update, at most, where each rank is a shard of the batch, as with FSDP.
+        """Most tokens of a rank's share of an update, if each rank is a shard of the batch, as with FSDP.
 
-        `plan_micro_batches` gives no rank more than an even number of the longest sequences.
+        `plan_micro_batches` gives no rank more than batch_size / ranks, rounded up, times the longest sequence.
         """
         longest = self.longest_sequence
         if longest is None:
@@ -395,7 +403,7 @@ class SettledSft(Settled):
 
     @derived
     def sampling(self) -> SettledGrpo | None:
-        """The recipe of its validation, over the run's own model, trainer and deadlines."""
+        """The GRPO recipe of its validation, with this run's model, trainer and deadlines."""
         config = self.config
         recipe = config.validation.recipe
         if recipe is None or config.validation.every == 0:
@@ -416,7 +424,7 @@ class SettledSft(Settled):
 
     @derived
     def choices(self) -> tuple[Choice, ...]:
-        """Values of the keys that were left at `auto`, those of the recipe too, with reasons."""
+        """Values of the keys that were left at `auto`, with reasons; those of the validation's recipe too."""
         recipe_choices = self.sampling.choices if self.sampling else ()
         return super().choices + tuple(replace(choice, key=f"{RECIPE}.{choice.key}") for choice in recipe_choices)
 
@@ -428,7 +436,7 @@ def settle(config: SftConfig, machine: RunMachine, facts: ModelSizes | None) -> 
 @overload
 def settle(config: RunConfig, machine: RunMachine, facts: ModelSizes | None) -> Settled: ...
 def settle(config: Any, machine: RunMachine, facts: ModelSizes | None) -> Settled:
-    """Return a run as it will be on a machine. facts: of its model; None: not on this machine."""
+    """Return the settled run of `config` on `machine`. facts: of its model; None: the model is not on this machine."""
     settled: Settled = _KINDS[type(config)](config, machine, facts)
     return settled
 

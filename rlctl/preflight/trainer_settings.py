@@ -1,4 +1,4 @@
-"""Sections of a config in which every `auto` has a value, and the reasons of the values."""
+"""Config sections in which every `auto` has a value, and the record of each such choice."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -16,18 +16,18 @@ DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Choice:
-    """Value that a key at `auto` was given."""
+    """Value that was chosen for a key at `auto`."""
 
-    # Dotted.
+    # Dotted key.
     key: str
     value: bool | int | float
-    # Reason, for a reader.
+    # Reason as text for the user.
     why: str
 
 
 @dataclass(frozen=True)
 class TrainerSettings(TrainerSection):
-    """`trainer` of a run."""
+    """Section `trainer` of a run, with a value for each `auto`."""
 
     replicas: int = spec("The copies of weights and optimizer state.")
     micro_batch_tokens: int = spec("The tokens of a pack.")
@@ -36,29 +36,29 @@ class TrainerSettings(TrainerSection):
     logprob_chunk_tokens: int = spec("The tokens whose logits are made at one time.")
     logprob_kept_tokens: int = spec("The tokens whose logits are kept for the backward pass.")
     compile: bool = spec("The trainer is compiled.")
-    # Tokens of the longest row, 0 if unknown, where a micro-batch has a padded row for each sequence, see
+    # Tokens of the longest row (0: unknown) if a micro-batch has a padded row for each sequence, see
     # `ModelSizes.one_sequence_a_row`. None: sequences are packed.
     row_tokens: int | None = None
     # Tokens of a rank's share of an update, at most; None: not bounded.
     update_tokens: int | None = None
-    # Trained in place of the weights; None: every weight is trained.
+    # Adapters that are trained in place of the weights; None: all weights are trained.
     adapters: AdapterSpec | None = None
 
     @property
     def is_padded(self) -> bool:
-        """True if a micro-batch has a row for each sequence."""
+        """True if a micro-batch has a padded row for each sequence."""
         return self.row_tokens is not None
 
     @property
     def one_micro_batch(self) -> bool:
-        """True if a rank's share of an update is one micro-batch for certain."""
+        """True if a rank's share of an update always fits one micro-batch."""
         bound = self.update_tokens
         return bound is not None and bound <= self.micro_batch_tokens and not self.is_padded
 
 
 @dataclass(frozen=True)
 class GenerationSettings(GenerationSection):
-    """`generation` of a run."""
+    """Section `generation` of a run, with a value for each `auto`."""
 
     dtype: Dtype = spec("The dtype of the engines' weights.")
     max_num_seqs: int = spec("The sequences that an engine decodes at a time.")

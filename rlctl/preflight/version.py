@@ -1,6 +1,6 @@
-"""Versions: rlctl's own, those of the packages that it asks for, and runs of an earlier one.
+"""Versions of rlctl and of its required packages, and the message for runs of an earlier version.
 
-rlctl's come from its metadata, or from pyproject.toml in a source tree.
+rlctl's version and requirements come from its installed metadata, or from pyproject.toml in a source tree.
 """
 
 import tomllib
@@ -20,7 +20,7 @@ def package_version(name: str) -> str:
 
 
 def installed_version() -> str | None:
-    """Return the version that pip installed; None in a source tree that is only on the Python path."""
+    """Return rlctl's version as installed by pip; None in a source tree that is only on the Python path."""
     return package_version("rlctl") or None
 
 
@@ -35,7 +35,7 @@ def own_version() -> str:
 
 
 def requirements(extra: str | None = None) -> list[str]:
-    """Return the requirements of an extra as pip takes them, without markers. None: those of rlctl without extras."""
+    """Return the requirements of an extra in pip's syntax, without markers. extra None: those of plain `rlctl`."""
     if installed_version() is None:
         project = _project()
         specs = project.get("optional-dependencies", {}).get(extra, []) if extra else project.get("dependencies", [])
@@ -54,9 +54,10 @@ def _project() -> dict[str, Any]:
 
 
 def earlier_version(run: Path, sign: str) -> str:
-    """Return the message for a run of an earlier version, which is not resumed. Its weights are a model like any other.
+    """Return the message for a run of an earlier version, which cannot be resumed. A new run can start from its
+    weights.
 
-    run: its directory. sign: how it is recognized.
+    run: the run's directory. sign: text that says how the earlier version is recognized.
     """
     exports = [path.parent for path in run.glob("checkpoints/step_*/hf/config.json")]
     newest = max(exports, key=lambda path: (len(path.parent.name), path.parent.name), default=None)

@@ -8,13 +8,13 @@ from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateB
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.trainer_settings import TrainerSettings
 
-# Share of a device that weights, gradients and optimizer state may take where each node holds a copy. Activations,
-# gathered layers and logits take the rest.
+# Largest share of a device's memory for weights, gradients and optimizer state if each node holds a copy. The rest is
+# for activations, gathered layers and logits.
 _REPLICA_SHARE = 0.5
 
 
 class FsdpBackend(Backend):
-    """torch FSDP2. It trains transformers' own layers on any number of ranks. Its key is `trainer.replicas`."""
+    """torch FSDP2, which trains transformers' own layers on any number of ranks. Its only key is `trainer.replicas`."""
 
     shard_name = "rank"
     has_layouts = False
@@ -44,10 +44,10 @@ class FsdpBackend(Backend):
     def choose_replicas(
         self, trainer: TrainerSection, nodes: tuple[int, ...], sizes: ModelSizes | None, memory: int | None, size: int
     ) -> tuple[int, str]:
-        """Return one copy a node if a node's ranks can hold it.
+        """Return one copy per node if the ranks of a node can hold a copy, else 1.
 
-        Between nodes links are slow: sharded over all, every micro-batch gathers the weights over them. Copies add up
-        their gradients, once an update.
+        Links between nodes are slow. A single copy is sharded over all nodes, so every micro-batch gathers weights over
+        these links. With a copy per node, only gradients cross them, once per update.
         """
         if len(set(nodes)) > 1:
             return 1, f"the nodes have unequal numbers of ranks: {', '.join(map(str, nodes))}"
@@ -71,7 +71,10 @@ class FsdpBackend(Backend):
         return ShardCounts(1, 1, shards, shards, shards)
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
-        """Return float32 masters and AdamW's two moments, exactly; with adapters theirs, and a base of `size`."""
+        """Return the exact bytes of float32 weights, gradients and AdamW's two moments.
+
+        With adapters these are the adapters', and the frozen weights take `size` bytes each.
+        """
         shards = self.shard_counts(trainer)
         weights = shards.rank_parameters(sizes)
         if isinstance(trainer, TrainerSettings) and trainer.adapters:
@@ -89,10 +92,11 @@ class FsdpBackend(Backend):
         }
 
     def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
-        """Return the weights of embedding and output, and of the layer at work and the next, which are gathered.
+        """Return the number of weights that are gathered at one time: embedding, output, the current layer and the
+        next.
 
-        One rank casts all its weights instead, and keeps the copies of layers that are not recomputed. It copies no
-        weights that are in the compute dtype.
+        A single rank gathers nothing. It casts all its weights to the compute dtype, and keeps the casts of layers that
+        are not recomputed. Weights already in the compute dtype are not copied.
         """
         outer_weights = (1 if sizes.tied else 2) * sizes.embedding_parameters
         if self.shard_counts(trainer).weights > 1:

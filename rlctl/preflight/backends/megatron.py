@@ -1,7 +1,7 @@
-"""Facts of Megatron-core: its parallel layouts, its distributed optimizer, its optimizer on the host.
+"""Facts of Megatron-core: its parallel layouts, its distributed optimizer, and its CPU optimizer.
 
-Every problem of a layout ends with the nearest layout that works. Two of the CPU optimizer's rules hold by
-construction: the distributed optimizer is always used, and AdamW is the only optimizer.
+Every layout problem names the nearest valid layout. Two requirements of the CPU optimizer are always met: the
+distributed optimizer is always used, and AdamW is the only optimizer.
 """
 
 import math
@@ -19,16 +19,16 @@ from rlctl.preflight.parallel_layout import KEYS, Layout, find_clashes, suggest_
 from rlctl.preflight.trainer_settings import TrainerSettings
 
 _SECTION = "trainer.megatron"
-# Model types whose layers and mapping of names `training/megatron/` has.
+# Model types that `training/megatron/` implements: their layers and the mapping of their weights' names.
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-# Keys that each key may contradict, besides the model: the problem is shown at the last one written.
+# Field of a `Layout` -> other fields that its problem may come from. The problem is shown at the one written last.
 _AGAINST = {
     "world": ("tensor", "pipeline", "context"),
     "context": ("tensor",),
     "expert": ("world", "pipeline"),
     "sequence": ("tensor",),
 }
-# Values that ask for nothing, by key; false asks for nothing either.
+# Key -> value that has no effect with another backend. false never has an effect either.
 _NEUTRAL = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -72,10 +72,10 @@ def megatron_of(trainer: TrainerSection) -> MegatronSection:
 
 
 def cpu_offload_problem(dtype: str) -> str | None:
-    """Return why the CPU optimizer cannot update weights of `dtype`, or None. `auto` may be resolved to any.
+    """Return why the CPU optimizer cannot update weights of `dtype`; None if it can, or if `dtype` is `auto`.
 
-    Under the distributed optimizer float32 weights have no main copy: their shards are views, which torch's optimizers
-    refuse (`can't optimize a non-leaf Tensor`, megatron-core 0.16.1).
+    In the distributed optimizer float32 weights have no main copy. Their shards are views of the weights, and torch's
+    optimizers refuse views (`can't optimize a non-leaf Tensor`, megatron-core 0.16.1).
     """
     if dtype != "float32":
         return None
@@ -83,7 +83,7 @@ def cpu_offload_problem(dtype: str) -> str | None:
 
 
 def hosted_share(trainer: TrainerSection) -> float:
-    """Return the share of the parameters whose optimizer state lives on the host."""
+    """Return the share, 0 to 1, of the parameters whose optimizer state is on the host."""
     section = megatron_of(trainer)
     if not section.optimizer_cpu_offload:
         return 0.0
@@ -91,7 +91,7 @@ def hosted_share(trainer: TrainerSection) -> float:
 
 
 class MegatronBackend(Backend):
-    """Megatron-core."""
+    """The backend Megatron-core."""
 
     shard_name = "data-parallel shard"
     has_layouts = True
@@ -108,7 +108,9 @@ class MegatronBackend(Backend):
         )
 
     def ranks_a_copy(self, trainer: TrainerSection) -> int:
-        """Return all ranks where there are several stages: these are the slowest of the orders of ranks."""
+        """Return all ranks if there are pipeline stages, because the pipeline index changes slowest in the order of
+        ranks.
+        """
         layout = self.layout(trainer)
         return layout.world if layout.pipeline > 1 else math.lcm(layout.tensor * layout.context, layout.expert)
 
@@ -118,7 +120,7 @@ class MegatronBackend(Backend):
 
     def check_unused(self, trainer: TrainerSection) -> Violations:
         for name, neutral in _NEUTRAL.items():
-            # A broken value hides no other one.
+            # A broken value ends only that key's check.
             with suppress(BrokenValueError):
                 value = getattr(megatron_of(trainer), name)
                 if value != neutral and value is not False:
@@ -127,7 +129,7 @@ class MegatronBackend(Backend):
                     yield Violation(f"{_SECTION}.{name}", message, ("trainer.backend",))
 
     def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
-        """Yield one line a key."""
+        """Yield one violation per key, each with the nearest valid layout."""
         layout = self.layout(trainer)
         problems = list(find_clashes(layout, sizes))
         advice = suggest_layout(layout, sizes, sequences) if problems else ""
@@ -163,8 +165,8 @@ class MegatronBackend(Backend):
                 yield Violation(key, problem, ("trainer.dtype",))
             stages = section.pipeline_model_parallel_size
             if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
-                # Each stage chooses its share for the host, and the two round differently: the copies would drift
-                # apart.
+                # Each stage chooses its own parameters for the host, so one stage may update its copy of the embedding
+                # on the host and the other on the device. The two round differently, and the copies would drift apart.
                 message = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
                 stages_key = f"{_SECTION}.pipeline_model_parallel_size"
                 yield Violation(f"{_SECTION}.optimizer_offload_fraction", message, (stages_key,))
@@ -187,23 +189,23 @@ class MegatronBackend(Backend):
         return suggest_layout(self.layout(trainer), sizes, sequences)
 
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
-        """Share matrices over tensor ranks, layers over stages, optimizer state over ranks with the same weights."""
+        """Split matrices over tensor ranks, layers over stages, and optimizer state over all ranks."""
         layout = self.layout(trainer)
         weight_shards = layout.tensor * layout.pipeline
         return ShardCounts(
             tensor=layout.tensor,
             context=layout.context,
             weights=weight_shards,
-            # One rank holds a whole expert.
+            # Tensor ranks do not split an expert.
             experts=layout.pipeline * layout.expert,
             optimizer=max(weight_shards, trainer.num_ranks),
         )
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
-        """Return the bytes as if all stages were equal.
+        """Return the bytes of one rank's states, assuming equal pipeline stages.
 
-        Weights are in the compute dtype. The optimizer has float32 masters too if that is a half. Where the host
-        updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.
+        Weights are in the compute dtype. If it has 16 bits, the optimizer also has float32 master weights. For
+        parameters that the host updates, the masters, a copy of the gradients and both moments are on the host.
         """
         shards = self.shard_counts(trainer)
         weights = shards.rank_parameters(sizes)
@@ -219,15 +221,17 @@ class MegatronBackend(Backend):
         }
 
     def optimizer_on_host(self, trainer: TrainerSection) -> bool:
-        """Return `optimizer_cpu_offload`; the part that `optimizer_offload_fraction` leaves on the device stays too."""
+        """Return `optimizer_cpu_offload`. State that `optimizer_offload_fraction` leaves on the device never moves
+        either.
+        """
         return megatron_of(trainer).optimizer_cpu_offload
 
     def residual_bytes(self, trainer: TrainerSection, size: int) -> int:
-        """Return 4 with `fp32_residual_connection`."""
+        """Return 4 with `fp32_residual_connection`, else `size`."""
         return FLOAT32 if megatron_of(trainer).fp32_residual_connection else size
 
     def copied_weights(self, trainer: TrainerSettings, sizes: ModelSizes, size: int) -> int:
-        """Return 0: a rank's layers are whole, or cut for good."""
+        """Return 0: a rank computes with its own shards and gathers no layers."""
         return 0
 
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:

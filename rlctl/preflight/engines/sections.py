@@ -1,6 +1,6 @@
-"""The section of each engine: the keys that it adds, with meanings and limits. No engine is imported.
+"""Config sections of the engines: the keys of each, with meanings and limits. No engine is imported.
 
-`configs/engine.yaml` has the defaults. Keys that every engine needs are keys of `generation`.
+`configs/engine.yaml` has the defaults. Keys that all engines have are keys of `generation` itself.
 """
 
 from dataclasses import dataclass

