@@ -1,7 +1,7 @@
 """Forecast of a run's memory in bytes per device, from the model's sizes. Pure.
 
 `placed_states` counts weights, gradients and optimizer state. The count is exact for FSDP (float32, sharded over the
-ranks). For Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
+ranks); for Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
 2205.05198, section 4). It counts, tensor by tensor, the bytes per token that a layer keeps for its backward pass, with
 a gated MLP and without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host
 memory: a forward pass swaps them with the policy's.
@@ -211,8 +211,8 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
 def trainer_bytes(
     trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
 ) -> dict[str, int]:
-    """Return purpose -> bytes that a training rank needs. frozen: roles besides the policy; their weights are on no
-    GPU.
+    """Return purpose -> bytes that a training rank needs. frozen: roles whose weights are on no GPU, see
+    `placed_states`.
     """
     size = DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
@@ -240,8 +240,8 @@ def trainer_bytes(
     output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shards.tensor
     items["output's gradient"] = output_gradient
     if trainer.one_micro_batch and backend.frees_gradients:
-        # With one micro-batch the logits are freed before the first layer's gradient is allocated, and a layer's
-        # gradient replaces its activations. So only gradients beyond the logits' size add to the peak.
+        # The only logits are freed before layers' gradients are allocated. Only gradients above their size add to a
+        # peak.
         gradients = items.pop(states["gradients"].name)
         items["gradients after the logits"] = max(0, gradients - items["logits"] - output_gradient)
     if device == "cpu":
@@ -250,8 +250,7 @@ def trainer_bytes(
 
 
 def refit_bytes(sizes: ModelSizes, dtype: Dtype, adapters: AdapterSpec | None = None) -> int:
-    """Return the bytes that a refit sends to each engine: all parameters, tied embeddings once; or only the adapters.
-    """
+    """Return the bytes that a refit sends to each engine: all parameters, tied embeddings once; or the adapters."""
     return (adapters.parameters if adapters else sizes.parameters) * DTYPE_BYTES[dtype]
 
 
