@@ -2,9 +2,9 @@
 
 `placed_states` counts weights, gradients and optimizer state. The count is exact for FSDP (float32, sharded over the
 ranks); for Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
-2205.05198, section 4). It counts, tensor by tensor, the bytes per token that a layer keeps for its backward pass, with
-a gated MLP and without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host
-memory: a forward pass swaps them with the policy's.
+2205.05198, section 4): bytes per token that a layer keeps for its backward pass, tensor by tensor, with a gated MLP and
+without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host memory: a
+forward pass swaps them with the policy's.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _SAMPLED_LOGIT_BYTES = 12
 
 
 # Table of where a trainer's state is in each phase of a step. A backend moves its tensors by this table
-# (`training.offload`), the forecast counts by it, and `--dry-run` prints it.
+# (`training.offload`), and the forecast counts by it.
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
 # none: freed, and allocated again later.
 Place = Literal["device", "host", "none"]
@@ -74,10 +74,7 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
 
 @dataclass(frozen=True)
 class PlacedState:
-    """Location of one state of a rank in one phase, and its bytes on the device and in host memory.
-
-    Both are above 0 if the host updates only a part of the optimizer state.
-    """
+    """Place of one state of a rank in one phase, and its bytes. Both are above 0 if the host updates only a part."""
 
     place: Place
     device: int
@@ -136,7 +133,7 @@ def placed_states(
 ) -> dict[Phase, dict[State | Role, PlacedState]]:
     """Return phase -> state -> its location and bytes for one rank. Without GPUs all states are in host memory.
 
-    shared: engines share the trainer's devices. frozen: roles besides the policy; their weights are listed on the host.
+    shared: engines are on the trainer's devices. frozen: roles besides the policy, with weights on the host.
     """
     table = residency(trainer, shared)
     state_bytes = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
@@ -175,8 +172,8 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
 
     A layer keeps the inputs and outputs of its two norms, q, k and v (twice if q and k have norms), the attention's
     output, and in the MLP: gate, up, their activation and product. A mixture of experts also keeps the inputs of all
-    chosen experts. With checkpointing every layer keeps its input, and one layer at a time keeps everything. Inputs of
-    layers and norms have the residual's dtype.
+    chosen experts. With checkpointing every layer keeps its input, and one layer keeps everything. Inputs of layers and
+    norms have the residual's dtype.
     """
     hidden = sizes.hidden
     queries = sizes.heads * sizes.head_dim
@@ -211,9 +208,7 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
 def trainer_bytes(
     trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
 ) -> dict[str, int]:
-    """Return purpose -> bytes that a training rank needs. frozen: roles whose weights are on no GPU, see
-    `placed_states`.
-    """
+    """Return purpose -> bytes that a training rank needs. frozen: roles with weights on no GPU, see `placed_states`."""
     size = DTYPE_BYTES[trainer.dtype]
     backend = backend_of(trainer)
     shards = backend.shard_counts(trainer)
