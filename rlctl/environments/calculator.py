@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator: one tool computes, the other takes the answer."""
+"""Environment of arithmetic: the tool `calculate` computes, and the tool `answer` takes the policy's final answer."""
 
 import ast
 import operator
@@ -16,16 +16,17 @@ _OPERATORS: dict[type[ast.AST], Any] = {
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
-# Characters of an expression.
+# Most characters of an expression.
 _LONGEST = 200
+# Largest absolute value of a number, intermediate results included.
 _LARGEST = 1e10
 
 
 class Calculator:
-    """One problem, which is an expression."""
+    """One episode: the policy computes one arithmetic expression."""
 
     def reset(self, expression: str, **row: Any) -> str:
-        """Pose the problem of a row."""
+        """Begin an episode with the expression of a row; return the user's message."""
         self._right_answer = compute(expression)
         self._answer: float | None = None
         return f"Compute {expression}. Use the tool calculate, then give the result to the tool answer."
@@ -62,9 +63,9 @@ class Calculator:
 
 
 def compute(expression: str) -> float:
-    """Return the value of an expression. Nothing else of Python is run. Raises ValueError with the reason."""
+    """Return the value of an arithmetic expression. No other Python code runs. Raises ValueError with the reason."""
     if len(expression) > _LONGEST:
-        raise ValueError(f"an expression may have {_LONGEST} characters")
+        raise ValueError(f"an expression may have at most {_LONGEST} characters")
     try:
         return _evaluate(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:
@@ -88,7 +89,7 @@ def _evaluate(node: ast.AST) -> float:
 
 
 def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Those whose first number is a multiple of 5 are held out: never among the others."""
+    """Yield rows without end. Expressions whose first number is a multiple of 5 come only with `held_out`."""
     draw = random.Random(seed)
     while True:
         numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 3))]

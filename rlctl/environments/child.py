@@ -1,6 +1,7 @@
-"""Process that runs episodes, below its supervisor: `python -m rlctl.environments.child FD`.
+"""Child process that runs episodes of environments: `python -m rlctl.environments.child FD`, below a supervisor.
 
-`messages.py` has the messages of both directions. Actions are answered in the order of their ends.
+`messages.py` defines the messages between the driver and this process. Each action is answered when it ends, so the
+answers may come in another order than the actions.
 """
 
 import contextlib
@@ -33,18 +34,18 @@ from rlctl.workers.supervisor import run_guarded
 if TYPE_CHECKING:
     from rlctl.environments.agents.agent_episode import AgentEpisode
 
-# Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
+# Most bytes of a reply. JSON escapes a character as 6 bytes, and a character beyond the basic plane as 12.
 MAX_REPLY = 8 << 20
 # The kernel ends this process before others when the machine has no memory left.
 _OOM_SCORE = "500"
 
 
-# AgentEpisode imports aiohttp, which no other environment needs.
+# AgentEpisode is named in quotes, because its import loads aiohttp, which no other environment needs.
 AnyEpisode = Union[Episode, FunctionEpisode, "AgentEpisode"]
 
 
 class _Child:
-    """The process: makers of episodes by key, episodes by number."""
+    """State of the child process: factories of episodes by the environment's key, running episodes by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -68,11 +69,11 @@ class _Child:
             self._act(request)
 
     def _act(self, request: ActionRequest) -> None:
-        """Hand an action to its episode, which replies by itself."""
+        """Hand an action to its episode. The episode sends the reply itself when the action ends."""
         if isinstance(request.message, OpeningMessage):
             try:
                 self._episodes[request.episode] = self._make_episode(request.message.key)
-            except RuntimeError as error:  # no thread is left: the episodes that have one go on
+            except RuntimeError as error:  # no thread is left; episodes that have a thread go on
                 failure = EnvironmentFailure("died", "no thread could be started", str(error))
                 self._reply(request.action, failure)
                 return
@@ -91,7 +92,7 @@ class _Child:
         return episode
 
     def _load_environment(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
-        """Import an environment, and return its contract."""
+        """Import an environment, store the factory of its episodes, and return its contract."""
         if spec.agent is not None:
             return self._load_agent(key, spec.name, spec.agent)
         name = ENVIRONMENTS.get(spec.name, spec.name)
@@ -129,7 +130,7 @@ class _Child:
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
     def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
-        """Import an agent and start its endpoint; return its contract."""
+        """Import an agent, start its endpoint, store the factory of its episodes, and return its contract."""
         from rlctl.environments.agents.agent_command import start_command
         from rlctl.environments.agents.agent_episode import AgentEpisode, agent_contract
         from rlctl.environments.agents.endpoint import Endpoint
@@ -163,30 +164,32 @@ class _Child:
 
     def _reply(self, action: int, outcome: Any) -> None:
         if os.getpid() != self._pid:
-            os._exit(0)  # the environment forked this process: its parent answers
+            os._exit(0)  # the user's code forked this process, and only the parent may answer
         try:
             self._send(ActionReply(action, outcome).plain())
-        except BaseException as error:  # a value may be of the user's own type, whose code runs here
-            failure = EnvironmentFailure("contract", "returned what is no JSON", error_text(error))
+        except BaseException as error:  # a value may be of the user's own type, and json.dumps may run its code
+            failure = EnvironmentFailure("contract", "returned a value that is no JSON", error_text(error))
             self._send(ActionReply(action, failure).plain())
 
     def _send(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, allow_nan=False).encode() + b"\n"
         if len(line) > MAX_REPLY:
             raise ValueError(f"{len(line):,} bytes, and at most {MAX_REPLY:,} can be sent")
-        with self._lock, contextlib.suppress(OSError):  # the parent has hung up: the process is about to end
+        with self._lock, contextlib.suppress(OSError):  # the driver closed the connection: this process will end
             self._connection.sendall(line)
 
 
 def _environment_rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the reward functions that take `environments`. The rewards' own process says why another function cannot
-    be used."""
+    """Return by name the run's reward functions that have a parameter `environments`.
+
+    A function that cannot be imported is left out here: the process of the reward functions reports it.
+    """
     functions = {}
     for name in spec.rewards:
         module, _, attribute = name.rpartition(":")
         with contextlib.suppress(Exception, SystemExit):
             if module == spec.name.rpartition(":")[0]:
-                # A file is not run twice: its globals are those of the environment.
+                # The reward is in the environment's own file. A second import would give it other globals.
                 function = getattr(sys.modules[environment.__module__], attribute)
             else:
                 function = load_object(name)
@@ -202,7 +205,7 @@ def _unusable_contract(name: str, problem: str) -> EnvironmentContract:
 
 
 def work(connection: socket.socket) -> None:
-    """Serve episodes until the parent hangs up."""
+    """Serve episodes until the driver closes the connection."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     seeding.install()

@@ -1,8 +1,9 @@
-"""Contract of an environment: a class as TRL's `environment_factory` takes it, read without making an instance.
+"""Contract of an environment: a class as TRL's `environment_factory` takes it, inspected without creating an instance.
 
-`reset(self, **row)` begins an episode, `get_reward(self)` values it. Every other public method is a tool. Beyond TRL's
-contract, `step(self, message)` plays games without tools, and `close(self)` frees the resources of an episode. A `step`
-that is documented as a tool is one. `rollout/players/environment.py` plays the episodes.
+`reset(self, **row)` begins an episode, and `get_reward(self)` returns its reward. Every other public method is a tool.
+Beyond TRL's contract, `step(self, message)` plays games without tools, and `close(self)` frees the resources of an
+episode. A `step` with a tool's docstring (a line below `Args:` for each parameter) is a tool.
+`rollout/players/environment.py` plays the episodes.
 """
 
 import inspect
@@ -19,19 +20,20 @@ from rlctl.telemetry.metrics import as_record, rows_problem
 from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shorten_text
 
 NO_REWARD = "has no get_reward"
-# Characters of the name of a reward, which is part of a metric's name.
+# Most characters of a reward's name. A metric's name contains it.
 MAX_NAME = 100
-# Methods that are no tools.
+# Public methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
 
 Message = dict[str, Any]
-# Text, messages, or nothing to add to the prompt.
+# Result of `reset`: text or messages that are added to the prompt, or None.
 Observation = str | list[Message] | None
+# Result of `get_reward`: one number, or several numbers by name.
 Reward = float | dict[str, float]
 
 
 class ContractError(ValueError):
-    """A value that breaks the contract; one line with the method and its result."""
+    """A value from user code that breaks the contract. The text is one line: the method and the value."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,26 @@ class EnvironmentContract:
     name: str
     # Schemas of the tools, by name.
     tools: list[Schema]
-    # True if the class has `step`, `get_reward`.
+    # True if the class has a `step` that is no tool.
     has_step: bool
+    # True if the class has `get_reward`, or a reward function values its episodes.
     has_reward: bool
     # One line for each reason why the class cannot be used.
     problems: list[str]
-    # One line for each thing worth knowing.
+    # Hints for the class's author, one line each. The class can be used all the same.
     notes: list[str]
     # True for a rollout function, which has no tools and no methods.
     is_function: bool = False
     # True for an agent, which has no tools and no methods either.
     is_agent: bool = False
-    # Names of reward functions that get the instance at the end of an episode.
+    # Names of the reward functions that get the environment's instance at the end of an episode.
     rewards: list[str] = field(default_factory=list)
-    # Metrics that the class declares in `metrics`, as `telemetry.metrics.as_record` gives them.
+    # Metrics that the class declares in `metrics`, as records of `telemetry.metrics.as_record`.
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
-    """Return the contract of a class. arguments: keyword arguments of an instance."""
+    """Return the contract of an environment's class. arguments: keyword arguments for its constructor."""
     if not inspect.isclass(environment):
         reason = f"must be a class, not a {type(environment).__name__}"
         name = str(getattr(environment, "__name__", environment))
@@ -95,7 +98,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
 
 
 def is_tool(method: Callable[..., Any] | None) -> bool:
-    """Return True if a method has all that a tool needs: a docstring, and a type and a line for each parameter."""
+    """Return True if a method has a docstring, and a type hint and an `Args:` line for each parameter."""
     try:
         return method is not None and bool(tool_schema(method))
     except SchemaError:
@@ -103,10 +106,11 @@ def is_tool(method: Callable[..., Any] | None) -> bool:
 
 
 def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the keyword arguments of `reset`: the columns of the row, and the group's seed where it takes one.
+    """Return the keyword arguments for `reset`: the row's columns, and the group's seed if it has a parameter `seed`.
 
-    The column `environment` is left out, and `prompt` where `reset` has no such parameter: both belong to the trainer.
-    A row's own `seed` comes before the group's. Raises ContractError for columns that `reset` does not take.
+    The columns `environment` and `prompt` belong to the trainer. `environment` is passed only to a parameter of this
+    name, and `prompt` only to a parameter of this name or to `**row`. A row's column `seed` replaces the group's seed.
+    Raises ContractError if a column has no parameter or a required parameter has no column.
     """
     parameters = inspect.signature(reset).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -122,8 +126,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
 def _describe_unmatched(
     parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any], takes_any: bool
 ) -> str:
-    """Return the parameters of `reset` without a column, and the columns without a parameter; empty if there are
-    none."""
+    """Name the parameters of `reset` without a column and the columns without a parameter; empty if all match."""
     problems = []
     unknown_names = dict.fromkeys(arguments)
     for name, parameter in parameters.items():
@@ -138,10 +141,11 @@ def _describe_unmatched(
 
 
 def opening_messages(prompt: list[Message], observation: Observation) -> list[Message]:
-    """Return the messages that an episode begins with.
+    """Return the messages that an episode begins with: the row's prompt and the observation of `reset`.
 
-    Text is appended to the content of the last message, without a separator, as TRL does it; without a prompt it is
-    the user's message. Messages follow the prompt. Raises ContractError for a prompt whose content is no text.
+    Text is appended to the content of the prompt's last message without a separator, as in TRL. If there is no prompt,
+    the text becomes the user's message. Messages are added behind the prompt. Raises ContractError if the content of
+    the prompt's last message is no text.
     """
     if observation is None:
         return prompt
@@ -153,7 +157,10 @@ def opening_messages(prompt: list[Message], observation: Observation) -> list[Me
 
 
 def check_observation(value: object) -> Observation:
-    """Return the result of `reset`: text, messages or None. Blocks of text are joined. Raises ContractError."""
+    """Return the checked result of `reset`: text, messages or None. Raises ContractError for another value.
+
+    A list of text blocks, for example `[{"type": "text", "text": "Hi"}]`, becomes one text.
+    """
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
@@ -166,14 +173,17 @@ def check_observation(value: object) -> Observation:
 
 
 def check_step(value: object) -> str | None:
-    """Return the result of `step`: text, or None at the end of the episode. Raises ContractError."""
+    """Return the checked result of `step`: text, or None at the end of the episode. Raises ContractError."""
     if value is None or isinstance(value, str):
         return value
     raise ContractError(f"step must return text, or None at the end, not {_value_text(value)}")
 
 
 def check_reward(value: object, source: str = "get_reward") -> Reward:
-    """Return a reward as a finite number, or a dict of numbers. source: its method. Raises ContractError."""
+    """Return a reward as a finite number, or as finite numbers by name. Raises ContractError for another value.
+
+    source: method that returned the reward, for the error's text.
+    """
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
         for name in parts:
@@ -190,14 +200,14 @@ def check_reward(value: object, source: str = "get_reward") -> Reward:
 
 
 def tool_text(value: object) -> str:
-    """Return a tool's result as the model reads it, by `str`; blocks of text are joined. Raises ContractError."""
+    """Return a tool's result as text for the model: joined text blocks, else `str(value)`. Raises ContractError."""
     if isinstance(value, list) and value and all(isinstance(block, dict) and "type" in block for block in value):
         return _content_text(value)
     return str(value)
 
 
 def _content_text(content: object) -> str:
-    """Return a message's content as text. Raises ContractError for images and the like."""
+    """Return a message's content as text. Raises ContractError for a block that is no text, such as an image."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -211,7 +221,7 @@ def _content_text(content: object) -> str:
 
 
 def _methods(environment: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods by name, in alphabetical order, with inherited ones and without static methods."""
+    """Return the public methods by name, in alphabetical order. Includes inherited methods, but no static methods."""
     methods: dict[str, Callable[..., Any]] = {}
     for name, member in inspect.getmembers_static(environment):
         function = member.__func__ if isinstance(member, classmethod) else member
@@ -221,7 +231,10 @@ def _methods(environment: type) -> dict[str, Callable[..., Any]]:
 
 
 def _metrics(environment: type) -> list[dict[str, Any]]:
-    """Return the rows of the class's `metrics`; no row if that is something of the user's own."""
+    """Return the metrics that the class declares; empty if its attribute `metrics` is no list of metrics.
+
+    A user's class may use the name `metrics` for another purpose.
+    """
     rows = getattr(environment, "metrics", ())
     return [] if rows_problem(rows) else [as_record(row) for row in rows]
 
@@ -232,13 +245,13 @@ def _construction_problems(environment: type, arguments: Mapping[str, Any]) -> l
     except TypeError as error:
         names = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
         return [f"cannot be made with {names}: {error}; they are environment.args"]
-    except ValueError:  # a constructor that Python knows no signature of
+    except ValueError:  # Python finds no signature for a constructor in C
         pass
     return []
 
 
 def _reserved_problems(members: Mapping[str, Callable[..., Any]]) -> list[str]:
-    """Return a line for each reserved method that is missing or cannot be called."""
+    """Return a line if `reset` is missing, and for each reserved method that cannot be called as rlctl calls it."""
     problems = [] if "reset" in members else ["has no method reset(self, **row): it begins each episode"]
     for name, arguments in (("get_reward", ["self"]), ("close", ["self"]), ("step", ["self", "message"])):
         if name not in members:
@@ -254,7 +267,7 @@ def _reserved_problems(members: Mapping[str, Callable[..., Any]]) -> list[str]:
 
 
 def _reserved_name_hint(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
-    """Return a hint at a missing reserved method whose name is near to `name`, a tool's."""
+    """Return a hint if a tool's name is near to that of a missing reserved method, else an empty text."""
     return did_you_mean(name, [reserved for reserved in RESERVED if reserved not in members])
 
 
@@ -282,5 +295,5 @@ def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], r
 def _value_text(value: object) -> str:
     try:
         return shorten_text(f"{type(value).__name__} {value!r}")
-    except Exception:  # repr is code of the user's
+    except Exception:  # repr may run the user's code
         return type(value).__name__

@@ -1,4 +1,4 @@
-"""Event loop of a process of environments: coroutines of all episodes, with a count of the callbacks of each."""
+"""Event loop of an environment process: runs the coroutines of all episodes, and counts the callbacks of each."""
 
 import asyncio
 import threading
@@ -12,18 +12,21 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class CallbackCount:
-    """Number of callbacks that one episode and its tasks have given to an event loop so far."""
+    """Number of callbacks that one episode's asyncio tasks have scheduled on the event loop so far."""
 
     def __init__(self) -> None:
         self.callbacks = 0
 
 
-# Set in the context of a rollout function, and so of all tasks that it begins.
+# Set in the context of a rollout function. Every asyncio task that the function starts inherits the value.
 callback_count: ContextVar[CallbackCount | None] = ContextVar("callbacks of the episode", default=None)
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """Event loop that counts callbacks by episode, to tell when a function waits for something from outside."""
+    """Event loop that counts callbacks by episode.
+
+    While a count does not grow, the episode's function waits for something from outside, for example a sample.
+    """
 
     def call_soon(
         self, callback: Callable[[Unpack[Arguments]], object], *args: *Arguments, context: Context | None = None
@@ -39,20 +42,26 @@ class CoroutineLoop:
 
     @cached_property
     def running(self) -> asyncio.AbstractEventLoop:
+        """The running loop. The first use starts its thread."""
         loop = CountingLoop()
         threading.Thread(target=self._run_forever, args=(loop,), name="coroutines", daemon=True).start()
         return loop
 
     @staticmethod
     def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-        """Run the loop to the end of the process. One episode may stop it, or raise SystemExit or KeyboardInterrupt:
-        others go on."""
+        """Run the loop until the process ends.
+
+        If one episode stops the loop, or raises SystemExit or KeyboardInterrupt, the loop runs on for other episodes.
+        """
         while not loop.is_closed():
-            with suppress(BaseException):  # a task that raised keeps its error
+            with suppress(BaseException):  # the task that raised keeps the exception for its waiter
                 loop.run_forever()
 
     def gather(self, coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Await coroutines side by side, and return the result or exception of each."""
+        """Run coroutines concurrently on the loop; return the result or exception of each, in order.
+
+        Blocks the calling thread until all have ended.
+        """
 
         async def gather_all() -> list[Any]:
             return await asyncio.gather(*coroutines, return_exceptions=True)

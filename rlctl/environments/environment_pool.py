@@ -1,7 +1,7 @@
 """Pool of processes that run environments: submit an action from any thread, get a future of its outcome.
 
-The caller chooses an episode's name. Its actions are submitted one after another: reset, then calls or steps, then the
-reward, then close. An `EnvironmentFailure` ends the episode, without a further action.
+The caller chooses a name for each episode, and submits the episode's actions one after another: reset, then calls or
+steps, then the reward, then close. An outcome of `EnvironmentFailure` ends the episode, also without a close.
 """
 
 import asyncio
@@ -63,15 +63,16 @@ from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 Value = TypeVar("Value")
 
 MAX_PROCESSES = 4
-# Seconds between two looks at the memory of all processes; children are counted in every fifth.
+# Seconds between two measurements of all processes' memory. Every fifth one includes their child processes.
 _MEMORY_EVERY_S = 0.2
+# Consequences of an environment's failure and of a tool's error, as the log states them.
 _THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
 _TOOL_ERROR_THEN = "the model reads the error, and the episode goes on"
 POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
 class UnusableEnvironmentError(UserError):
-    """Environments that cannot be used. problems: (key of the environment, reason)."""
+    """Environments that cannot be used. problems: (key of the environment, reason) of each problem."""
 
     def __init__(self, problems: list[tuple[str, str]]) -> None:
         super().__init__("\n".join(f"{key}: {reason}" for key, reason in problems))
@@ -80,25 +81,26 @@ class UnusableEnvironmentError(UserError):
 
 @dataclass(eq=False)
 class PlacedEpisode:
-    """One episode in its process."""
+    """A running episode and its process."""
 
     process: EnvironmentProcess
+    # Number of the episode in messages to the process.
     number: int
     # Key of the environment.
     key: str
     # Seed of its task.
     seed: int
-    # True once an action after its first was answered.
+    # True once an action after the opening one was answered.
     has_acted: bool = False
 
 
 class EnvironmentPool:
-    """Environments of a run with their processes. Close it, or use it in a `with`.
+    """Environments of a run, and the processes that run them. Call `shutdown` at the end, or use the pool in a `with`.
 
-    specs: environments by key; with several, a row's column `environment` has the key. memory_mib: most resident memory
-    of a process with its children. processes: the most processes; None: one a core, up to `MAX_PROCESSES`. logs: folder
-    for environments.log (output, up to a bound), environment-errors.log and tool-errors.log (tracebacks); None: the
-    standard error. emit: writes an event at the first failure of each cause.
+    specs: environments by key; with several, a row's column `environment` names the key. memory_mib: most resident
+    memory of a process with its children. processes: most processes; None means one a core, up to `MAX_PROCESSES`.
+    logs: folder for environments.log (output, up to a bound), environment-errors.log and tool-errors.log (tracebacks);
+    None means standard error. emit: writes an event at the first failure of each cause.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class EnvironmentPool:
         self._memory_bytes = memory_mib << 20
         self._size = processes or min(MAX_PROCESSES, usable_cores())
         addresses = [reached_at(spec.agent.bind) for spec in specs.values() if spec.agent]
-        # A process may be replaced while Ray starts, which changes this process's own.
+        # Copied, because Ray changes this process's variables when it starts, and the pool may start a process then.
         self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
         # Warns of the first error of each cause. The model reads the error, so that its episode goes on.
@@ -121,16 +123,16 @@ class EnvironmentPool:
             "tool", logs / "tool-errors.log" if logs else None, emit, _TOOL_ERROR_THEN, TOOL_RAISED.name
         )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
-        # Event loop of the pool. Rollouts are played on it too, see `rollout.runner`.
+        # Event loop of the pool. Rollouts run on it too, see `rollout.runner`.
         self.events = EventLoop("rollouts")
         self._ended = False
-        # Below here everything belongs to the loop's thread.
+        # Only the event loop's thread uses the attributes below.
         self._processes: list[EnvironmentProcess] = []
         self._episodes: dict[Hashable, PlacedEpisode] = {}
         self._numbers = itertools.count()
-        # Episodes that ended without a failure.
+        # Number of episodes that ended without a failure.
         self._successes = 0
-        # Episodes that have ended, and are leaving their processes.
+        # Running removals of ended episodes from their processes, by the episode's name.
         self._leaving: dict[Hashable, asyncio.Task[EnvironmentFailure | None]] = {}
         self._submit(self._watch_memory())
 
@@ -150,30 +152,30 @@ class EnvironmentPool:
         return contracts
 
     def reset(self, episode: Hashable, row: Mapping[str, Any], seed: int) -> "Future[Observation | EnvironmentFailure]":
-        """Make an instance and begin an episode. seed: the group's, equal for all of its rollouts."""
+        """Create an instance, begin an episode, and return the observation. seed: equal for all rollouts of a group."""
         return self._submit(self._reset(episode, dict(row), seed))
 
     def begin(
         self, episode: Hashable, task: Mapping[str, Any], seed: int
     ) -> "Future[FunctionMessage | EnvironmentFailure]":
-        """Call the rollout function, and return its first message. task: fields of `PlayTask`; seed: the group's."""
+        """Call the rollout function; return its first message. task: fields of `PlayTask`; seed: the group's seed."""
         message = BeginFunction(next(iter(self._specs)), dict(task), seed)
         return self._submit(self._start_episode(episode, message, read_function_message))
 
     def resume(
         self, episode: Hashable, answers: Sequence[Sampled | None], *, waits: bool
     ) -> "Future[FunctionMessage | EnvironmentFailure]":
-        """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is used
-        up; return its next message.
+        """Give the rollout function answers in the order of its requests; return its next message.
 
-        The message comes when there is something to tell, or when the next action of the episode is submitted. waits:
-        engines still sample for the function, so that no deadline runs.
+        An answer of None means that a budget is used up. The message comes when the function asks for samples or
+        returns, and at the latest when the episode's next action is submitted. waits: engines still sample for the
+        function, so the action has no deadline.
         """
         message = ResumeFunction(list(answers))
         return self._submit(self._send_action(episode, message, read_function_message, timed=not waits))
 
     def give_chat(self, chat: ChatSpec, tool_format: str | None) -> None:
-        """Give the agent the policy's tokenizer and template. Call it before the first process starts."""
+        """Give the agent the policy's tokenizer and chat template. Call this before the first process starts."""
         self._specs = {
             key: replace(spec, agent=replace(spec.agent, chat=chat, tool_format=tool_format)) if spec.agent else spec
             for key, spec in self._specs.items()
@@ -182,39 +184,42 @@ class EnvironmentPool:
     def begin_agent(
         self, episode: Hashable, task: Mapping[str, Any], seed: int
     ) -> "Future[AgentMessage | EnvironmentFailure]":
-        """Start the agent, and return its first message. task: fields of `AgentTask`; seed: the group's."""
+        """Start the agent, and return its first message. task: fields of `AgentTask`; seed: the group's seed."""
         message = BeginAgent(next(iter(self._specs)), dict(task), seed)
         return self._submit(self._start_episode(episode, message, read_agent_message))
 
     def resume_agent(
         self, episode: Hashable, answers: Sequence[tuple[int, AgentAnswer]], *, waits: bool
     ) -> "Future[AgentMessage | EnvironmentFailure]":
-        """Give the agent answers by the numbers of its requests; return its next message. waits: see `resume`."""
+        """Give the agent (number of a request, answer) pairs; return its next message. waits: see `resume`."""
         message = ResumeAgent(list(answers))
         return self._submit(self._send_action(episode, message, read_agent_message, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
-        """Call tools; one result a call, in order. An exception of a tool is a result, and so is a malformed call."""
+        """Call tools, and return one result for each call, in order.
+
+        For a tool that raises and for a malformed call, the result is the text of the error.
+        """
         return self._submit(self._call_tools(episode, list(calls)))
 
     def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
-        """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
+        """Send the assistant's message to `step`; return its answer, or None if the environment ended the episode."""
         return self._submit(self._send_action(episode, StepEpisode(message), check_step))
 
     def reward(
         self, episode: Hashable, columns: Mapping[str, Any] | None = None
     ) -> "Future[Reward | EnvironmentFailure]":
-        """Return the value of the episode.
+        """Return the reward of the episode.
 
-        columns: `prompts`, `completions` and columns of the row, for its contract's `rewards`.
+        columns: `prompts`, `completions` and columns of the row, for the reward functions in its contract's `rewards`.
         """
         return self._submit(self._send_action(episode, RewardEpisode(columns and dict(columns)), check_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
-        """End an episode: its instance's `close` is called, if it has one. Done once nothing of the episode runs.
+        """End an episode: call its instance's `close`, if it has one. The future is done once no code of it runs.
 
-        For an episode that a failure ended, waits until it has left its process. Once the pool is shut down, nothing
-        is left to close.
+        If a failure ended the episode, the future waits until the episode has left its process. After `shutdown` the
+        future is done at once.
         """
         if self._ended:
             future: Future[EnvironmentFailure | None] = Future()
@@ -223,7 +228,7 @@ class EnvironmentPool:
         return self._submit(self._close(episode))
 
     def check(self) -> None:
-        """Raise the first unexpected error of the pool's own, if there was one: a caller may wait in vain."""
+        """Raise the first unexpected error of the pool itself, if there was one. Its futures may then never be done."""
         self.events.check()
 
     def pids(self) -> list[int]:
@@ -231,7 +236,7 @@ class EnvironmentPool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def shutdown(self) -> None:
-        """End all processes. Actions that still wait fail, and no other begins."""
+        """End all processes. Unanswered actions fail, and a later action raises RuntimeError."""
         self._ended = True
         self.events.submit(self._end_processes()).result()
         self.events.close()
@@ -276,7 +281,7 @@ class EnvironmentPool:
         self._episodes[episode] = placed
         ready = await asyncio.shield(process.ready)
         if self._episodes.get(episode) is not placed:
-            # The episode was closed meanwhile, and another one may have its name.
+            # The episode was closed meanwhile, and a new episode may have its name.
             return EnvironmentFailure("contract", f"{message.kind} of an episode that has ended", repr(episode))
         failure = None
         if isinstance(ready, EnvironmentFailure):
@@ -320,8 +325,10 @@ class EnvironmentPool:
     async def _send_action(
         self, episode: Hashable, message: EpisodeMessage, check_value: Callable[[Any], Value], timed: bool = True
     ) -> Value | EnvironmentFailure:
-        """Return the checked value of an action, which has a deadline if it is timed. A failure is counted, and ends
-        the episode."""
+        """Send an action; return its checked value, or the failure that ended the episode. Failures are counted.
+
+        timed: the action has the environment's deadline.
+        """
         if episode not in self._episodes:
             return EnvironmentFailure("contract", f"{message.kind} of an episode that has ended", repr(episode))
         placed = self._episodes[episode]
@@ -329,7 +336,7 @@ class EnvironmentPool:
         spec = self._specs[placed.key]
         outcome = await process.act(placed.number, message, spec.timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
-            with suppress(Exception):  # any text of the user's code
+            with suppress(Exception):  # user code runs in the process, so the reply may be any value
                 value = check_value(outcome)
                 if not isinstance(message, OpeningMessage):
                     placed.has_acted = True
@@ -338,23 +345,23 @@ class EnvironmentPool:
                 return value
             outcome = EnvironmentFailure("contract", f"its process answered a {message.kind} with something else")
         if outcome.kind == "timeout" and isinstance(message, BeginAgent):
-            # An agent's first action ends with its first request.
+            # An agent's first action ends with its first request, so none has come.
             outcome = replace(outcome, detail=UNREACHED)
         if self._episodes.get(episode) is not placed:
-            # Another action of this episode failed before, or the episode was closed meanwhile.
+            # Another action of this episode has failed, or the episode was closed meanwhile.
             return outcome
         self._note_failure(placed, outcome)
-        # An agent is closed from outside of its thread.
+        # An instance that hangs cannot be closed, because its own thread does that. An agent is closed by another.
         hangs = outcome.kind == "timeout" and spec.agent is None
         self._begin_leaving(episode, closes=not hangs)
         return self._count_failure(placed.key, outcome)
 
     def _note_failure(self, placed: PlacedEpisode, failure: EnvironmentFailure) -> None:
-        """Retire a process if it, and not its environment, is why its episodes fail."""
+        """Note that an episode failed. Retire its process if the process seems to be the cause, not the environment."""
         process = placed.process
         process.failed_seeds.append(placed.seed)
         fails_in_a_row = len(process.failed_seeds) >= FAILURES_IN_A_ROW and len(set(process.failed_seeds)) > 1
-        # If no episode ended well since it started, another process would fail too.
+        # If no episode of the pool succeeded since this process started, a new process would fail too.
         others_succeed = self._successes > process.successes_before
         if process.has_ended or process.retired or not (failure.lasting or (fails_in_a_row and others_succeed)):
             return
@@ -377,7 +384,7 @@ class EnvironmentPool:
         return None
 
     def _begin_leaving(self, episode: Hashable, *, closes: bool) -> "asyncio.Task[EnvironmentFailure | None]":
-        """Begin to take an episode out of its process. closes: the episode does not hang, and is closed first."""
+        """Start the task that removes an episode from its process. closes: see `_leave`."""
         task = self.events.spawn(self._leave(self._episodes.pop(episode), closes))
         self._leaving[episode] = task
 
@@ -389,9 +396,9 @@ class EnvironmentPool:
         return task
 
     async def _leave(self, placed: PlacedEpisode, closes: bool) -> EnvironmentFailure | None:
-        """Take an episode out of its process, and end a retired process with its last episode.
+        """Remove an episode from its process. End a retired process after its last episode.
 
-        closes: the episode does not hang, and is closed first.
+        closes: close the episode first; False for an episode that hangs.
         """
         outcome = None
         process = placed.process
@@ -405,12 +412,14 @@ class EnvironmentPool:
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 
     def key_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the key of a row's environment: with several environments, the row's column `environment`."""
+        """Return the key of a row's environment: the only key, or with several the row's column `environment`."""
         return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
 
     def _choose_process(self) -> EnvironmentProcess:
-        """Choose the process with the fewest episodes and failures in a row. Start another process if all have some,
-        and there may be more processes."""
+        """Choose the process with the smallest load (episodes and failures in a row).
+
+        Start another process if each process has a load and the pool may have more processes.
+        """
         self._processes = [process for process in self._processes if not process.has_ended]
         usable = [process for process in self._processes if not process.retired]
         if usable and (len(usable) >= self._size or any(process.load == 0 for process in usable)):
@@ -433,8 +442,8 @@ class EnvironmentPool:
 
     async def _end_processes(self) -> None:
         stopped = set[EnvironmentProcess]()
-        # An action that another thread submitted meanwhile may start a process.
+        # Another thread's action may start a process while the others end.
         while running := {*self._processes} - stopped:
             stopped |= running
             await asyncio.gather(*(process.stop(POOL_CLOSED) for process in running), return_exceptions=True)
-        await asyncio.sleep(0)  # a waiter for an action gets its failure first
+        await asyncio.sleep(0)  # let each waiter read its action's failure before the loop closes

@@ -1,8 +1,9 @@
-"""Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
+"""Driver's side of an environment process: sends actions with deadlines, bounds the memory, and ends the process.
 
-Everything here runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline
-costs its episode. Its thread hangs, so that the process is retired: it gets no new episodes, and ends when its other
-episodes have ended. A process that is damaged and lives is retired too. A process that dies costs its episodes.
+Everything here runs on the pool's event loop, so that many episodes can wait at the same time. An action past its
+deadline ends its episode with a failure. The episode's thread hangs, so the process is retired: it gets no new
+episodes, and ends when its other episodes have ended. A damaged process that still runs, for example one in which
+episode after episode fails, is retired too. If a process dies, all of its episodes fail.
 """
 
 import asyncio
@@ -35,9 +36,10 @@ from rlctl.workers.guarded_process import ENDING_TIMEOUT_S, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+# Contracts by the environment's key, or the reason why the process could not start.
 Started = dict[str, EnvironmentContract] | EnvironmentFailure
-# Tries that fail in a row in one process, of at least two tasks, until it is retired. If half of all tries fail, a
-# process is lost in some 500 tries. A damaged process costs the tries of three rollouts.
+# Number of failed episodes in a row, of at least two tasks, after which a process is retired. If half of all episodes
+# fail, a sound process is retired once in about 500 episodes. A damaged process costs the tries of three rollouts.
 FAILURES_IN_A_ROW = 8
 HUNG = EnvironmentFailure("timeout", "an episode of its process hung")
 _FOREIGN = "wrote to a file descriptor that is not its own"
@@ -46,9 +48,9 @@ _FOREIGN = "wrote to a file descriptor that is not its own"
 class EnvironmentProcess:
     """One child process and the episodes in it.
 
-    specs: environments by key. memory_bytes: most resident memory of the process and its children. process: not
-    launched yet. spawn: begins a task whose error is kept. successes_before: episodes of the pool that ended well so
-    far.
+    specs: environments by key. memory_bytes: most resident memory of the process and its children. process: the process
+    to launch. spawn: starts a task on the pool's event loop. successes_before: number of the pool's episodes that
+    succeeded before this process started.
     """
 
     def __init__(
@@ -65,23 +67,24 @@ class EnvironmentProcess:
         self._spawn = spawn
         self._writer: asyncio.StreamWriter | None = None
         self._actions = itertools.count()
+        # Futures of the unanswered actions, by the action's number.
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        # Actions whose replies nobody waits for any more.
+        # Numbers of the actions past their deadlines, whose replies are dropped.
         self._given_up: set[int] = set()
         self._ending: asyncio.Task[Any] | None = None
-        # Process ids of the process itself and of its inner supervisor.
+        # Process ids of the child process itself and of its inner supervisor.
         self._worker: int | None = None
         self._supervisor: int | None = None
         self._reason: EnvironmentFailure | None = None
         # Numbers of the episodes that are in the process.
         self.episodes: set[int] = set()
-        # Seeds of the tasks whose tries failed in the process since an episode ended well.
+        # Seed of the task of each episode that failed here since the last success.
         self.failed_seeds = deque[int](maxlen=FAILURES_IN_A_ROW)
         self.successes_before = successes_before
-        # Why it gets no new episodes and ends with its last one; None for a process that is well. `HUNG` from the first
-        # action past its deadline on: one of its threads hangs, and cannot be ended alone.
+        # Reason why the process gets no new episodes and ends after its last one; None for a sound process. `HUNG` if
+        # an action passed its deadline: a thread of the process hangs, and a thread cannot be ended alone.
         self.retired: EnvironmentFailure | None = None
-        # An agent whose action is late is closed from outside of its thread. It hangs if its close is late too.
+        # True for agents. A late agent can be closed by another thread, so it hangs only if its close is late too.
         self._is_closable = all(spec.agent is not None for spec in specs.values())
         # True when the process has ended, or is about to.
         self.has_ended = False
@@ -93,7 +96,7 @@ class EnvironmentProcess:
 
     @property
     def load(self) -> int:
-        """Number of its episodes and of its failures in a row: processes with a smaller load are chosen first."""
+        """Number of episodes plus number of failures in a row. A new episode goes to the smallest load."""
         return len(self.episodes) + len(self.failed_seeds)
 
     @property
@@ -122,7 +125,7 @@ class EnvironmentProcess:
         except (EOFError, ConnectionError):
             ending = await self._note_end()
             failure = EnvironmentFailure("died", "an environment ended its process while loading", ending)
-        except Exception as error:  # any text: the user's code was imported there
+        except Exception as error:  # user code may write any text to the connection
             failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _error_line(error))
         else:
             self._spawn(self._read_replies(reader))
@@ -131,15 +134,18 @@ class EnvironmentProcess:
         return failure
 
     async def act(self, episode: int, message: EpisodeMessage, timeout_s: float | None) -> Any:
-        """Act in an episode; return the value, or the EnvironmentFailure that ended it. timeout_s: None for none."""
-        if self.has_ended:  # without a reason the process hung up just now
+        """Send an action to an episode; return its value, or the EnvironmentFailure that ended the episode.
+
+        timeout_s: None means no deadline.
+        """
+        if self.has_ended:  # without a reason the process closed its connection just now
             return self._reason or EnvironmentFailure("died", "its process ended", await self._note_end())
         if self._writer is None:
             return EnvironmentFailure("died", "its process has not started")
         action = next(self._actions)
         try:
             request = pickle.dumps(ActionRequest(action, episode, message))
-        except Exception as error:  # a value of the model's or of the row, as one that is nested too deep
+        except Exception as error:  # a value from the model or the row, for example nested too deep
             cause = f"{message.kind} was given a value that cannot be sent"
             return EnvironmentFailure("contract", cause, type(error).__name__)
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -158,7 +164,7 @@ class EnvironmentProcess:
                 self._given_up.add(action)
 
     async def check_memory(self, deep: bool) -> None:
-        """End the process if it uses too much memory. deep: count the memory of its children too."""
+        """End the process if it uses too much memory. deep: include the memory of its child processes."""
         if self._worker is None or self.has_ended:
             return
         used_bytes = _resident_bytes(self._worker, deep)
@@ -169,14 +175,14 @@ class EnvironmentProcess:
             await self.stop(EnvironmentFailure("memory", f"its process used more than {bound}", detail))
 
     async def stop(self, reason: EnvironmentFailure) -> None:
-        """End the process. Actions that still wait fail for this reason."""
+        """End the process. Unanswered actions fail for this reason."""
         self._fail(reason)
         await asyncio.wait([self._launched])
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)
         if self._supervisor is not None and not self.is_over.is_set():
-            # If the outer supervisor was killed, the inner one ends all that the process started.
+            # If the outer supervisor was killed, the inner one ends every process that the child started.
             await asyncio.to_thread(_wait_for_end, self._supervisor)
         self.is_over.set()
         if self._writer is not None:
@@ -190,20 +196,20 @@ class EnvironmentProcess:
                 outcome.set_result(self._reason)
 
     async def _note_end(self) -> str:
-        """Note that the process has hung up; return in words how it ended."""
+        """Note that the process closed its connection, wait for its end, and return a text that says how it ended."""
         self.has_ended = True
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.ending))
         return str(await asyncio.shield(self._ending))
 
     async def _read_replies(self, reader: asyncio.StreamReader) -> None:
-        """Hand each reply to its action, until the process ends."""
+        """Hand each reply to its action until the process ends, then fail the unanswered actions."""
         try:
             while True:
                 self._deliver_reply(read_reply(await _next_message(reader)))
         except (EOFError, ConnectionError):
             reason = EnvironmentFailure("died", "its process ended", await self._note_end())
-        except Exception as error:  # any text: nobody may wait for a reader that has ended
+        except Exception as error:  # user code may write any text; no action may wait after this reader has ended
             reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _error_line(error))
         await self.stop(reason)
 
@@ -218,7 +224,7 @@ class EnvironmentProcess:
 
 
 def _wait_for_end(pid: int) -> None:
-    """Wait until a supervisor has ended, for as long as it may take."""
+    """Wait until a supervisor has ended, at most `ENDING_TIMEOUT_S`."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         end = time.monotonic() + ENDING_TIMEOUT_S
@@ -231,22 +237,25 @@ def _error_line(error: Exception) -> str:
 
 
 async def _next_message(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message. Raises EOFError at the end, ValueError or RecursionError for another line."""
+    """Return the next message of the process, one line of JSON.
+
+    Raises EOFError at the end of the connection, and ValueError or RecursionError for a line that is no JSON object.
+    """
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise EOFError
     message: Any = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError("a message is a JSON object")
-    if b"\\ud" in line or b"\\uD" in line:  # half of a character, which no tokenizer takes
+    if b"\\ud" in line or b"\\uD" in line:  # a lone surrogate, which no tokenizer takes, is replaced
         message = json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
     return dict(message)
 
 
 def _resident_bytes(pid: int, deep: bool) -> int:
-    """Return the resident memory of a process, with all that descend from it if `deep`; 0 if it is gone.
+    """Return the resident memory of a process in bytes, with all its descendants if `deep`; 0 if it has ended.
 
-    Shared memory counts once for each process.
+    Memory that processes share counts once for each process.
     """
     total = 0
     pids = [pid]

@@ -1,8 +1,8 @@
-"""One episode in an environment's process: a thread that owns an instance and does one action after another.
+"""One episode in an environment process: a thread that owns an environment's instance and runs its actions in turn.
 
-It has its own thread from the constructor to `close`, since some resources (a connection of sqlite3) serve only the
-thread that made them. Coroutines of all episodes run on one loop. Their clients may share the loop, which goes on
-between actions.
+The instance stays on one thread from its constructor to `close`, because some resources (a connection of sqlite3) work
+only on the thread that created them. Async methods of all episodes run on one event loop of the process. The loop keeps
+running between actions, so that episodes may keep or share an async client.
 """
 
 import inspect
@@ -39,19 +39,20 @@ from rlctl.utils.user_code import error_text, raised_at, raised_inside, shorten_
 from rlctl.workers.named_reward import NamedRewardError, named_arguments, named_value
 from rlctl.workers.user_logs import MAX_CAUSES
 
-# Causes whose traceback this process has sent.
+# Causes of failures whose traceback this process has sent.
 _traced_causes: set[str] = set()
-# Characters of all results of an action.
+# Most characters of all tool results of an action together.
 MAX_TEXT = 1 << 18
 _TEXT_CUT = "... [cut: a tool may answer with {} characters]"
+# Sends (number of an action, its value or EnvironmentFailure) to the driver.
 Reply = Callable[[int, Any], None]
 
 
 class OpenAction:
-    """The open action of one call of a rollout function or an agent; at most one at a time.
+    """The unanswered action of a running rollout function or agent; at most one at a time.
 
-    The action is answered when there is something to tell, or when the next action comes. subject: named in the cause
-    of an error.
+    It is answered when the function asks for samples or ends, or when the next action comes. subject: name of the
+    function or agent, for the cause of an error.
     """
 
     def __init__(self, subject: str, reply: Reply) -> None:
@@ -65,7 +66,7 @@ class OpenAction:
         return self._number is not None
 
     def open(self, number: int) -> None:
-        """Take an action, which is answered later."""
+        """Keep an action to answer it later."""
         self._number = number
 
     def answer(self, value: Any) -> None:
@@ -77,7 +78,10 @@ class OpenAction:
         self._reply(number, value)
 
     def contain(self, work: Callable[[], None]) -> None:
-        """Do a part of an action. Without this the loop would lose its error, and the caller would wait without end."""
+        """Run a part of an action. If the part raises, answer the action with a failure.
+
+        Otherwise the event loop would swallow the exception, and the driver would wait for the answer without end.
+        """
         try:
             work()
         except Exception as error:
@@ -87,10 +91,10 @@ class OpenAction:
 
 
 class Episode(threading.Thread):
-    """An instance of the environment and its waiting actions.
+    """Thread of one episode: an instance of the environment, and a queue of actions.
 
-    tools: names of the contract's tools, which alone can be called. rewards: functions that get the instance, by name.
-    reply: called with (id of the action, value or EnvironmentFailure).
+    tools: names of the contract's tools; no other method can be called. rewards: reward functions by name, which get
+    the instance.
     """
 
     def __init__(
@@ -114,11 +118,11 @@ class Episode(threading.Thread):
         self._environment: Any = None
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
-        """Queue an action. A close is the last action."""
+        """Queue an action. The last action of an episode is `CloseEpisode`."""
         self._actions.put((action, message))
 
     def run(self) -> None:
-        """Do one action after another until the episode is closed."""
+        """Run one action after another until the episode is closed."""
         seeding.use(self._generator)
         is_closed = False
         while not is_closed:
@@ -128,7 +132,7 @@ class Episode(threading.Thread):
             self._reply(action, run_action(message.kind, partial(self._action_value, message), code, __file__))
 
     def _action_value(self, message: EpisodeMessage) -> Any:
-        """Return the value of an action. Raises anything that the user's code raises."""
+        """Run an action and return its value. Raises any exception of the user's code."""
         match message:
             case ResetEpisode():
                 return self._reset(message.row, message.seed)
@@ -149,7 +153,7 @@ class Episode(threading.Thread):
         return check_observation(self._await_value(reset(**reset_arguments(reset, row, seed))))
 
     def _reward(self, columns: Mapping[str, Any] | None) -> Any:
-        """Return the instance's own value, and those of reward functions."""
+        """Return the value of `get_reward`. With reward functions, return their values by name too."""
         if not self._rewards:
             return check_reward(self._await_value(self._find_method("get_reward")()))
         parts: dict[str, float] = {}
@@ -170,17 +174,21 @@ class Episode(threading.Thread):
         return parts
 
     def _call_tools(self, calls: list[tuple[str, dict[str, Any]]]) -> ToolsCalled:
-        """Call tools. Coroutines run side by side, after all others."""
+        """Call tools, and return their answers in order.
+
+        First the plain methods run one after another, then all async methods concurrently.
+        """
         outcomes = [self._call_tool(name, arguments) for name, arguments in calls]
         waiting = [index for index, outcome in enumerate(outcomes) if inspect.iscoroutine(outcome)]
         if waiting:
             coroutines = [seeding.await_using(self._generator, outcomes[index]) for index in waiting]
             for index, outcome in zip(waiting, self._loop.gather(coroutines), strict=True):
                 outcomes[index] = outcome
-        room = MAX_TEXT
+        characters_left = MAX_TEXT
         results = list[ToolAnswer]()
         raised = dict[str, EnvironmentFailure]()
         for (name, _), outcome in zip(calls, outcomes, strict=True):
+            # MemoryError, SystemExit and KeyboardInterrupt end the episode. The model reads any other exception.
             if isinstance(outcome, BaseException) and (
                 isinstance(outcome, MemoryError) or not isinstance(outcome, Exception)
             ):
@@ -193,16 +201,16 @@ class Episode(threading.Thread):
                 text = tool_text(outcome)
             if failure is not None:
                 raised.setdefault(failure.cause, failure)
-            if len(text) > room:
-                text = text[:room] + _TEXT_CUT.format(f"{MAX_TEXT:,}")
-            room -= min(room, len(text))
+            if len(text) > characters_left:
+                text = text[:characters_left] + _TEXT_CUT.format(f"{MAX_TEXT:,}")
+            characters_left -= min(characters_left, len(text))
             results.append(ToolAnswer(text, isinstance(outcome, Exception), failure.cause if failure else ""))
         return ToolsCalled(results, list(raised.values()))
 
     def _note_raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
-        """Describe the exception of a tool's own code, with its trace the first time.
+        """Return a failure that describes an exception of a tool's code, with the traceback if its cause is new.
 
-        None for an unknown tool, and for arguments that it does not take.
+        Return None if the tool's code did not run: the tool is unknown, or does not take the arguments.
         """
         if not raised_inside(error, __file__, seeding.__file__):
             return None
@@ -213,14 +221,14 @@ class Episode(threading.Thread):
         return EnvironmentFailure("raised", cause, error_text(error), trace)
 
     def _find_method(self, name: str) -> Callable[..., Any]:
-        """Return a method that the class may lack. Raises ContractError."""
+        """Return a method of the instance. Raises ContractError if the class lacks the method."""
         method: Callable[..., Any] | None = getattr(self._environment, name, None)
         if method is None:
             raise ContractError(f"{self._class.__name__} has no method {name}")
         return method
 
     def _call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return a tool's result, its coroutine, or the exception that it raised."""
+        """Call a tool; return its result, its coroutine if the tool is async, or the exception that it raised."""
         try:
             if name not in self._tools:
                 return ValueError(f"there is no tool {name!r}; the tools are {', '.join(self._tools)}")
@@ -229,7 +237,7 @@ class Episode(threading.Thread):
             return error
 
     def _await_value(self, value: Any) -> Any:
-        """Return a value; of a coroutine the value that it returns."""
+        """Return a plain value unchanged. Await a coroutine and return its result; raises its exception."""
         if not inspect.iscoroutine(value):
             return value
         (outcome,) = self._loop.gather([seeding.await_using(self._generator, value)])
@@ -239,7 +247,10 @@ class Episode(threading.Thread):
 
 
 def run_action(kind: str, action: Callable[[], Any], code: Callable[..., Any], caller: str) -> Any:
-    """Run an action; return its value or failure. code: the user's function; caller: our own file that calls it."""
+    """Run an action; return its value, or an EnvironmentFailure if it raises.
+
+    code: the user's function, whose line is named in the failure's cause. caller: file of rlctl that calls it.
+    """
     try:
         return action()
     except ContractError as error:
@@ -258,5 +269,5 @@ def _tool_error_text(error: Exception) -> str:
     """Return an exception's text for the model; the name of its type if it has no text."""
     try:
         return str(error) or type(error).__name__
-    except BaseException:  # the user's own exception type, whose text is the user's code
+    except BaseException:  # str of the user's own exception type runs the user's code
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""A rollout function or an agent tried with scripted answers, in the process of a run, without an engine."""
+"""Trial of a rollout function or an agent: it runs in an environment process and gets scripted answers, not sampled."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.messages import AgentAnswer, AgentEnded, AgentTurn, AgentWaits, FunctionWaits, Sampled
 from rlctl.environments.outcomes import EnvironmentFailure
 
-# Samples that get an answer. Any further one gets three empty lists, as at the end of a budget.
+# Number of samples that get an answer. A further sample gets three empty lists, as if a budget were used up.
 MOST_SAMPLES = 8
 
 
 @dataclass
 class TriedFunction:
-    """One call of a rollout function with scripted answers."""
+    """Record of one call of a rollout function, or one run of an agent, with scripted answers."""
 
-    # Number of tokens of each prompt that it sampled after, and of the answer; 0 if a budget was used up.
+    # (number of prompt tokens, number of answer tokens) of each sample; the answer has 0 if a budget was used up.
     samples: list[tuple[int, int]] = field(default_factory=list)
     # Tokens of an agent's first prompt.
     prompt: list[int] = field(default_factory=list)
-    # Messages of an agent that the chat template leaves out.
+    # Number of an agent's messages that the chat template leaves out.
     unwritten: int = 0
-    # The value that it returned; None leaves the value to rewards.
+    # Reward that it returned; None leaves the reward to the run's reward functions.
     reward: Reward | None = None
-    # Reason why it ended without a value.
+    # Reason why it failed; None if it did not.
     failure: EnvironmentFailure | None = None
 
 
@@ -37,9 +37,10 @@ def try_function(
     answers: Sequence[list[int]],
     most_samples: int = MOST_SAMPLES,
 ) -> TriedFunction:
-    """Call the pool's rollout function once. task: fields of `PlayTask`. answers: tokens, given in turn.
+    """Call the pool's rollout function once. An error of the function is the result's `failure`, and is not raised.
 
-    most_samples: samples that get an answer. Never raises an error of the function.
+    call: name of the episode in the pool. task: fields of `PlayTask`. answers: tokens of each answer; after the last
+    one, the first is used again. most_samples: number of samples that get an answer.
     """
     tried = TriedFunction()
     message = pool.begin(call, task, seed).result()
@@ -52,7 +53,8 @@ def try_function(
             break
         turns: list[Sampled | None] = []
         for prompt in message.samples:
-            tokens = answers[len(tried.samples) % len(answers)] if len(tried.samples) < most_samples else []
+            sample_index = len(tried.samples)
+            tokens = answers[sample_index % len(answers)] if sample_index < most_samples else []
             tried.samples.append((len(prompt), len(tokens)))
             turns.append(Sampled(tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
         message = pool.resume(call, turns, waits=False).result()
@@ -69,10 +71,10 @@ def try_function(
 def try_agent(
     pool: EnvironmentPool, call: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most_turns: int
 ) -> TriedFunction:
-    """Run the pool's agent once. task: fields of `AgentTask`. answer: tokens of each turn. most_turns: turns that it
-    gets.
+    """Run the pool's agent once. An error of the agent is the result's `failure`, and is not raised.
 
-    Never raises an error of the agent.
+    call: name of the episode in the pool. task: fields of `AgentTask`. answer: tokens of every turn. most_turns: number
+    of turns that the agent gets.
     """
     tried = TriedFunction()
     turn = AgentTurn(answer, [-1.0] * len(answer), "stop")

@@ -1,4 +1,4 @@
-"""Higher or lower: guess a number within a range. A game without tools, for models of any size.
+"""Environment of higher or lower: guess a number within a range. A game without tools, for models of any size.
 
 With 15 numbers and 5 guesses, blind guesses win 29% of the games, random guesses within the hints 80%, and halving the
 range 100%.
@@ -13,7 +13,7 @@ _PROMPT = "I am thinking of a number from {low} to {high}. You have {guesses} gu
 
 
 class Guess:
-    """One game. guesses: their number. prompt, higher, lower, unclear: texts for the model."""
+    """One game. guesses: number of guesses that the model has. prompt, higher, lower, unclear: texts for the model."""
 
     def __init__(
         self,
@@ -37,9 +37,12 @@ class Guess:
         return self._prompt.format(low=low, high=high, guesses=self._guesses)
 
     def step(self, message: str) -> str | None:
-        """Judge a guess, the last number of the message. A message without a number is a guess too."""
+        """Judge a guess, the last number of the message; return a hint, or None at the end of the game.
+
+        A message without a number uses up a guess too.
+        """
         self._guesses_left -= 1
-        # Longer numbers are no guess, and Python converts no number of thousands of digits.
+        # At most 18 digits, because Python refuses to convert a text of thousands of digits.
         numbers = re.findall(r"-?\d{1,18}", message)
         self._is_won = bool(numbers) and int(numbers[-1]) == self._secret
         if self._is_won or self._guesses_left <= 0:
@@ -54,7 +57,7 @@ class Guess:
 
 
 def tasks(seed: int, held_out: bool = False, numbers: int = 15, highest: int = 99) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Ranges that begin at a multiple of 5 are held out: never among the others."""
+    """Yield rows without end. Ranges that begin at a multiple of 5 come only with `held_out`."""
     draw = random.Random(seed)
     lows = [low for low in range(1, highest - numbers + 2) if (low % 5 == 0) == held_out]
     while True:

@@ -1,4 +1,4 @@
-"""A maze that the model walks through by a tool; it sees which ways are open where it stands."""
+"""Environment of a maze, which the model walks through by the tool `move`. It sees the open ways at its place alone."""
 
 import random
 from collections import deque
@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, Literal
 
+# Row and column of the maze, each from 0.
 Place = tuple[int, int]
 _MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 
 class Maze:
-    """One walk from the top left to the bottom right. moves: the most that count."""
+    """One walk from the top left to the bottom right. moves: most moves of the walk."""
 
     def __init__(self, moves: int = 60) -> None:
         self._most_moves = moves
 
     def reset(self, size: int = 4, maze: int = 0, **row: Any) -> str:
-        """Build the maze with the number `maze`."""
+        """Build a maze of `size` rows and columns from the seed `maze`; return the user's message."""
         self._ways = build(size, maze)
         self._place = (0, 0)
         self._goal = (size - 1, size - 1)
@@ -44,7 +45,7 @@ class Maze:
         return self._view()
 
     def get_reward(self) -> dict[str, float]:
-        """Return 1 for the goal, and up to 0.1 for a short way there."""
+        """Return `goal`, 1 at the goal, else 0, and `short`, up to 0.1 for a short way to the goal."""
         has_arrived = self._place == self._goal
         short = 0.1 * self._shortest / self._moves if has_arrived and self._moves else 0.0
         return {"goal": float(has_arrived), "short": short}
@@ -57,7 +58,10 @@ class Maze:
 
 
 def build(size: int, seed: int) -> dict[Place, set[Place]]:
-    """Return the places that each place leads to. There is one way between any two, by depth-first search."""
+    """Build a maze by depth-first search; return the neighbours that are open from each place.
+
+    Exactly one way joins any two places.
+    """
     draw = random.Random(seed)
     ways: dict[Place, set[Place]] = {place: set() for place in product(range(size), range(size))}
     path: list[Place] = [(0, 0)]
@@ -77,7 +81,7 @@ def build(size: int, seed: int) -> dict[Place, set[Place]]:
 
 
 def distance(ways: dict[Place, set[Place]], start: Place, goal: Place) -> int:
-    """Return the moves of the shortest way."""
+    """Return the number of moves of the shortest way from `start` to `goal`."""
     moves = {start: 0}
     reached = deque([start])
     while goal not in moves:
@@ -94,7 +98,7 @@ def _neighbour(place: Place, direction: str) -> Place:
 
 
 def tasks(seed: int, held_out: bool = False, size: int = 4) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Mazes with a number that is a multiple of 5 are held out: never among the others."""
+    """Yield rows without end. Mazes whose seed is a multiple of 5 come only with `held_out`."""
     draw = random.Random(seed)
     while True:
         maze = draw.randrange(1_000_000)

@@ -3,8 +3,8 @@
     driver -> process: the environments' specs, once; then an `ActionRequest` for each action, pickled
     process -> driver: `ProcessStarted`, the contracts, then an `ActionReply` for each action, as JSON
 
-The driver never unpickles a reply, since the user's code runs in the process. It reads each reply by a function that
-takes nothing else: those of rollout functions and agents here, the others in `contract.py`.
+The driver never unpickles a reply, because user code runs in the process. A function checks each reply and refuses a
+value of another form. Replies of rollout functions and agents are checked here, other replies in `contract.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from rlctl.environments.contract import ContractError, Message, Reward, check_re
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shorten_text
 
-# Numbers that an agent's process may send, and characters of a number's name.
+# Most counts that an agent's process may send, and most characters of a count's name.
 _MOST_NUMBERS = 64
 _LONGEST_NAME = 400
 
 
 class Sampled(NamedTuple):
-    """One sampled turn; all three are empty where a budget is used up."""
+    """One sampled turn of a rollout function; all three lists are empty if a budget is used up."""
 
     tokens: list[int]
     # Log-prob of each token under the sampled distribution.
@@ -36,17 +36,17 @@ class AgentTurn:
 
     tokens: list[int]
     log_probs: list[float]
-    # `stop` or `length`.
+    # Reason why the turn ended: `stop` or `length`.
     finish: str
 
 
-# A turn, or the name of the budget that is used up.
+# A turn, or the name of the budget that is used up, for example `max_turns`.
 AgentAnswer = AgentTurn | str
 
 
 @dataclass(frozen=True)
 class ResetEpisode:
-    """Make an instance of an environment, and reset it."""
+    """Create an instance of an environment, and call its `reset`."""
 
     kind: ClassVar = "reset"
     # Key of the environment.
@@ -73,7 +73,7 @@ class StepEpisode:
 
 @dataclass(frozen=True)
 class RewardEpisode:
-    """Value the episode. columns: `prompts`, `completions` and columns of the row, for reward functions."""
+    """Compute the episode's reward. columns: `prompts`, `completions` and columns of the row, for reward functions."""
 
     kind: ClassVar = "reward"
     columns: Mapping[str, Any] | None
@@ -91,7 +91,7 @@ class BeginFunction:
 
 @dataclass(frozen=True)
 class ResumeFunction:
-    """Give a rollout function its next answers, in the order of its samples; None where a budget is used up."""
+    """Give a rollout function its next answers in the order of its requests; None if a budget is used up."""
 
     kind: ClassVar = "resume"
     answers: Sequence[Sampled | None]
@@ -109,7 +109,7 @@ class BeginAgent:
 
 @dataclass(frozen=True)
 class ResumeAgent:
-    """Give an agent answers, by the numbers of its requests."""
+    """Give an agent answers: (number of the request, answer) pairs."""
 
     kind: ClassVar = "resume"
     answers: Sequence[tuple[int, AgentAnswer]]
@@ -122,7 +122,7 @@ class CloseEpisode:
     kind: ClassVar = "close"
 
 
-# Messages that make an episode.
+# Messages that begin an episode.
 OpeningMessage = ResetEpisode | BeginFunction | BeginAgent
 EpisodeMessage = OpeningMessage | CallTools | StepEpisode | RewardEpisode | ResumeFunction | ResumeAgent | CloseEpisode
 
@@ -131,15 +131,16 @@ EpisodeMessage = OpeningMessage | CallTools | StepEpisode | RewardEpisode | Resu
 class ActionRequest:
     """One action of an episode."""
 
-    # Number of the action, which its reply names, and of the episode.
+    # Number of the action, which the reply repeats.
     action: int
+    # Number of the episode.
     episode: int
     message: EpisodeMessage
 
 
 @dataclass(frozen=True)
 class ProcessStarted:
-    """Process ids of a process and of its supervisor."""
+    """Process ids of an environment process that has started, and of its supervisor."""
 
     pid: int
     supervisor: int
@@ -147,20 +148,20 @@ class ProcessStarted:
 
 @dataclass(frozen=True)
 class ActionReply:
-    """End of an action. outcome: the value, as JSON has it, or the failure that ended the episode."""
+    """Reply to an action. outcome: the action's value as JSON data, or the failure that ended the episode."""
 
     action: int
     outcome: Any
 
     def plain(self) -> dict[str, Any]:
-        """Return the reply as it is sent."""
+        """Return the reply as JSON data."""
         if isinstance(self.outcome, EnvironmentFailure):
             return {"action": self.action, "failure": asdict(self.outcome)}
         return {"action": self.action, "value": self.outcome}
 
 
 def read_reply(message: dict[str, Any]) -> ActionReply:
-    """Return the reply in a message. Raises KeyError or TypeError for a message that is no reply."""
+    """Return the reply that a process sent as JSON. Raises KeyError or TypeError for a message that is no reply."""
     failure = message.get("failure")
     outcome = message.get("value") if failure is None else EnvironmentFailure(**failure)
     return ActionReply(message["action"], outcome)
@@ -172,7 +173,7 @@ class ToolAnswer(NamedTuple):
     text: str
     # True if the tool raised, or is unknown.
     failed: bool
-    # Cause of a failure of the tool's own code, else empty.
+    # Cause of the failure if the tool's own code raised, else empty.
     cause: str
 
 
@@ -185,12 +186,12 @@ class ToolsCalled:
     raised: list[EnvironmentFailure]
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as it is sent."""
+        """Return the message as JSON data."""
         return {"results": self.results, "raised": [asdict(failure) for failure in self.raised]}
 
 
 def read_tools_called(value: object) -> ToolsCalled:
-    """Return the answers of tools, as their process sent them. Raises ContractError."""
+    """Return the answers of tools that a process sent as JSON. Raises ContractError for another value."""
     match value:
         case {"results": list(results), "raised": list(raised), **rest} if not rest:
             answers = [ToolAnswer(str(text), bool(failed), str(cause)) for text, failed, cause in results]
@@ -202,17 +203,17 @@ def read_tools_called(value: object) -> ToolsCalled:
 class FunctionWaits:
     """A rollout function waits for samples."""
 
-    # Prompts that it asked to be sampled after since the last message, in order.
+    # Token ids of each prompt for which the function asked for a sample since its last message, in order.
     samples: list[list[int]]
-    # Answers that it got since the last message.
+    # Number of answers that the function got since its last message.
     answers_taken: int
-    # True if it asked again after it had learned that a budget is used up.
+    # True if the function asked again although it knew that a budget is used up.
     asks_again: bool = False
 
 
 @dataclass(frozen=True)
 class FunctionEnded:
-    """A rollout function has returned. reward: None leaves the value to rewards."""
+    """A rollout function has returned. reward: None leaves the reward to the run's reward functions."""
 
     answers_taken: int
     reward: Reward | None
@@ -222,7 +223,7 @@ FunctionMessage = FunctionWaits | FunctionEnded
 
 
 def read_function_message(value: object) -> FunctionMessage:
-    """Return a rollout function's message, as its process sent it. Raises ContractError."""
+    """Return a rollout function's message, which its process sent as JSON. Raises ContractError for another value."""
     match value:
         case {"samples": list(samples), "answers_taken": int(count), "asks_again": bool(again), **rest} if not rest:
             if all(isinstance(prompt, list) and _are_tokens(prompt) for prompt in samples):
@@ -238,18 +239,19 @@ def _are_tokens(values: Iterable[object]) -> bool:
 
 @dataclass(frozen=True)
 class AgentAsk:
-    """A request for one turn, as the driver reads it."""
+    """An agent's request for one turn, as the driver reads it."""
 
+    # Number of the request in its session.
     number: int
     # Number of the earlier request whose turn this one continues; None for a new conversation.
     after: int | None
-    # Tokens behind that turn.
+    # Tokens of the prompt behind that turn; all tokens of the prompt for a new conversation.
     tokens: list[int]
     # Messages that no earlier request had.
     messages: list[Message]
-    # Most tokens of the turn; None: those of the run.
+    # Most tokens of the turn; None means the run's limit.
     max_tokens: int | None = None
-    # Tokens that are one of the request's stops, and end the turn.
+    # Ids of the tokens that end the turn: the request's stop strings that are one token.
     stops: list[int] = field(default_factory=list)
 
 
@@ -258,11 +260,11 @@ class AgentWaits:
     """An agent waits for turns."""
 
     asks: list[AgentAsk]
-    # (number, tokens) of each turn that the agent got since the last message.
+    # (number of the request, number of tokens) of each turn that the agent got since its last message.
     delivered: list[tuple[int, int]]
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as it is sent."""
+        """Return the message as JSON data."""
         return {"asks": [vars(ask) for ask in self.asks], "delivered": self.delivered}
 
 
@@ -270,17 +272,19 @@ class AgentWaits:
 class AgentEnded:
     """An agent has ended."""
 
+    # As in `AgentWaits`.
     delivered: list[tuple[int, int]]
-    # None leaves the value to rewards.
+    # None leaves the reward to the run's reward functions.
     reward: Reward | None
-    # Failure of an agent whose last request met a used-up budget.
+    # Text of the agent's failure if a used-up budget refused its last request; else empty.
     raised: str
+    # Counts of the session, for example `coalesced`.
     counts: dict[str, int]
-    # Why requests continued no turn -> how often.
+    # Reason why a request continued no turn -> number of such requests.
     rewritten: dict[str, int]
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as it is sent."""
+        """Return the message as JSON data."""
         return {"ended": True, **vars(self)}
 
 
@@ -288,7 +292,7 @@ AgentMessage = AgentWaits | AgentEnded
 
 
 def read_agent_message(value: object) -> AgentMessage:
-    """Return an agent's message, as its process sent it. Raises ContractError."""
+    """Return an agent's message, which its process sent as JSON. Raises ContractError for another value."""
     fields: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
     try:
         delivered = [(int(number), int(length)) for number, length in fields.pop("delivered")]
@@ -303,7 +307,7 @@ def read_agent_message(value: object) -> AgentMessage:
 
 
 def _read_numbers(value: Any) -> dict[str, int]:
-    """Return numbers by name. Raises ContractError for others, and for more than an agent's session has."""
+    """Return counts by name. Raises ContractError for other values, and for more counts than a session has."""
     numbers = dict(value)
     if len(numbers) > _MOST_NUMBERS or not all(
         len(name) <= _LONGEST_NAME and 0 <= number < 1e9 for name, number in numbers.items()

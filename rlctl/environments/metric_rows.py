@@ -1,4 +1,4 @@
-"""Metrics of episodes: of environments, and of agents."""
+"""Declarations of the metrics of episodes: with environments, rollout functions and agents."""
 
 from rlctl.telemetry.metrics import EPISODES, Condition, Metric, PanelRow, ReportChart, grpo_where, rows_where
 
@@ -10,9 +10,9 @@ _WITH_AGENT = grpo_where(lambda settled: settled.config.agent.is_enabled, "with 
 _ALONE = ReportChart(EPISODES)
 _FAILED_CALLS = ReportChart(EPISODES, "Tool calls that failed", 30)
 _FAILURES = ReportChart(EPISODES, "Environment failures", 60)
-# A table: each row fills its lines.
+# A table: the formatter would put each argument on its own line.
 # fmt: off
-TURNS = Metric("environment/turns", "turns of an episode, mean; this and what follows without episodes that failed",
+TURNS = Metric("environment/turns", "turns of an episode, mean; episodes that failed count in none of these metrics",
     chart=ReportChart(EPISODES, "Turns of an episode", 10), panel=[PanelRow("turns", 140)])
 TOOL_RAISED = Metric("environment/tool_raised",
     "share of tool calls in which the tool's own code raised (health.max_tool_raised_share)", "share",
@@ -41,7 +41,7 @@ METRICS = (
         Metric("environment/failed",
             "episodes left out: their environment failed in every try, or no micro-batch holds them", chart=_FAILURES,
             panel=[PanelRow("env failed", 30, "bold red", failure=True)]),
-        Metric("environment/retries", "tries of the others that failed", chart=_FAILURES),
+        Metric("environment/retries", "failed tries of the episodes that succeeded later", chart=_FAILURES),
         Metric("environment/endings/NAME",
             "share of episodes that ended so: done, answered, max_turns, max_length, time", "share",
             chart=ReportChart(EPISODES, "Endings of episodes", 40), panel=[PanelRow("", 180)]),

@@ -11,26 +11,26 @@ FailureKind = Literal["raised", "timeout", "died", "memory", "contract", "too_lo
 KEY_HINT = "does it use the address and the key that it is given?"
 # Remedy for an agent that failed before any request with its session's key.
 UNREACHED = f"no request reached its session: {KEY_HINT}"
-# End of the cause of a command that the system refused to start.
+# Last words of a failure's cause if the system refused to start an agent's command.
 NOT_STARTED = "cannot be started"
 
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """The agent of a run; `EnvironmentSpec.name` is its function, or its command."""
+    """The agent of a run; `EnvironmentSpec.name` names its function or its command."""
 
     # Words of the command; empty for a function.
     command: tuple[str, ...] = ()
     # Address that its endpoint listens on.
     bind: str = "127.0.0.1"
-    # Tokenizer and template; None: texts are bytes, for a trial without a model.
+    # Tokenizer and chat template; None means that each byte of a text is a token, for a trial without a model.
     chat: ChatSpec | None = None
-    # Parser of tool calls, see `tool_formats.PARSERS`; None: the template has no known format.
+    # Format of tool calls, a key of `tool_formats.PARSERS`; None if the template has no known format.
     tool_format: str | None = None
 
 
 def command_of(command: str, wrap: str | None) -> list[str]:
-    """Return the words of a command behind those of its wrapper. Raises ValueError for an open quotation."""
+    """Return the words of `wrap`, then those of `command`. Raises ValueError for a quotation without an end."""
     return [*shlex.split(wrap or ""), *shlex.split(command)]
 
 
@@ -44,25 +44,26 @@ class EnvironmentSpec:
     timeout_s: float
     # Keyword arguments of the class.
     args: dict[str, Any] = field(default_factory=dict)
-    # True for a rollout function, which is no class. None: the name says which; a function of three is an agent.
+    # True for a rollout function, False for a class. None: the imported object decides; a function with three
+    # parameters is then an agent.
     is_function: bool | None = False
-    # Reward functions of the run; those with a parameter `environments` are called with the instance.
+    # Names of the run's reward functions. Those with a parameter `environments` get the instance.
     rewards: tuple[str, ...] = ()
-    # None: the environment is no agent.
+    # None if the environment is no agent.
     agent: AgentSpec | None = None
 
 
 @dataclass(frozen=True)
 class EnvironmentFailure:
-    """Reason why an episode ended without a value. It is no reward of 0: the rollout is tried again or left out."""
+    """Reason why an episode ended without a reward. It is no reward of 0: the rollout is tried again or left out."""
 
     # raised: by reset, step or get_reward (a tool's exception goes to the model instead). timeout: past its deadline.
     # died: its process ended. memory: its process used more than its bound. contract: a value of the wrong type.
     # too_long: no micro-batch holds its rows.
     kind: FailureKind
-    # Action and place, free of the rollout's own text. Failures of one cause are counted together.
+    # Action and place of the failure, without text of the rollout. Failures with an equal cause are counted together.
     cause: str
-    # One line of the failure's own text.
+    # One line of the failure's text.
     detail: str = ""
     # Traceback in the user's code.
     trace: str = ""

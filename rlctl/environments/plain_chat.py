@@ -1,4 +1,4 @@
-"""Chat whose tokens are the bytes of the text, for trials without a model."""
+"""Stand-in for a tokenizer and chat template whose tokens are the bytes of the text, for trials without a model."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -8,34 +8,34 @@ from typing import Any
 from rlctl.data.chat import Prompt, TurnLink
 from rlctl.environments.contract import Message
 
-# Parser of the calls in its texts.
+# Format of the tool calls in its texts.
 PLAIN_FORMAT = "hermes"
 # Text before the tools of a prompt.
 TOOLS_MARK = "\n[tools] "
 
 
 class PlainChat:
-    """`Chat`, as far as a player calls it, whose template writes nothing but the texts."""
+    """The methods of `Chat` that an agent's session calls. The template writes the messages' texts and nothing else."""
 
     ends = SimpleNamespace(stops=())
     template = None
 
     def unknown_kwargs(self, names: Collection[str]) -> dict[str, str]:
-        """Refuse every argument: there is no template."""
+        """Return a reason against every argument, because there is no template."""
         return dict.fromkeys(names, "needs a chat template")
 
     def with_kwargs(self, arguments: Mapping[str, Any]) -> "PlainChat":
-        """Return this chat."""
+        """Return this chat unchanged."""
         return self
 
     def prompt(self, messages: list[Message], tools: Any = ()) -> Prompt:
-        """Return the texts of all messages, and the tools behind them."""
+        """Return the prompt: the texts of all messages, then the tools as JSON."""
         text = "".join(str(message.get("content") or "") for message in messages)
         text += f"{TOOLS_MARK}{json.dumps(list(tools))}" if tools else ""
         return Prompt(text, list(text_bytes(text)), [])
 
     def find_spelled(self, messages: list[Message], tools: Any = ()) -> list[str]:
-        """Return no control token: there is none."""
+        """Return an empty list, because there are no control tokens."""
         return []
 
     def encode(self, text: str) -> list[int]:
@@ -49,10 +49,10 @@ class PlainChat:
     decode = turn_text
 
     def link(self, messages: list[Message], added: list[Message], tools: Any = ()) -> TurnLink:
-        """Return the texts of the added messages."""
+        """Return the tokens of the added messages."""
         return TurnLink([], self.prompt(added).tokens)
 
 
 def text_bytes(text: str) -> bytes:
-    """Return a text as bytes, halves of characters included."""
+    """Return a text as bytes, lone surrogates included."""
     return text.encode(errors="surrogatepass")

@@ -1,10 +1,11 @@
-"""A rollout function, `async def play(task, policy)`, in the process that runs it: the child's side of its samples.
+"""Runner of a rollout function, `async def play(task, policy)`, in its process. It asks the driver for the samples.
 
     BeginFunction  -> the function runs until all of its tasks wait        -> FunctionWaits or FunctionEnded
     ResumeFunction -> the function gets answers, one at a time, and runs   -> FunctionWaits or FunctionEnded
 
-Samples that the function begins side by side are sampled side by side. It gets the answers in the order of its
-requests, each when all of its tasks wait again. Its next action then does not depend on the faster engine.
+Samples that the function requests concurrently are sampled concurrently. The function gets the answers in the order of
+its requests, the next one only when all of its asyncio tasks wait again. So its actions do not depend on the order in
+which the engines finish.
 """
 
 import asyncio
@@ -32,21 +33,22 @@ from rlctl.environments.messages import (
 )
 from rlctl.utils.user_code import shorten_text
 
-# Context that belongs to no episode.
+# Context of callbacks that count for no episode.
 _NO_EPISODE = Context()
 PlayFunction = Callable[..., Coroutine[Any, Any, Any]]
-# Words in the names of an agent's parameters behind the task.
+# Words that tell an agent's parameters from a rollout function's `policy`.
 _AGENT_WORDS = ("url", "key", "api", "endpoint", "address", "client")
 
 
 @dataclass(frozen=True)
 class PlayTask:
-    """The task of one rollout."""
+    """The task of one rollout, as a rollout function gets it."""
 
-    # `e0-r17`: epoch and row.
+    # Epoch and row, for example `e0-r17`.
     id: str
-    # The row's prompt as the chat template renders it, and as token ids.
+    # The row's prompt as the chat template renders it.
     prompt: str
+    # Token ids of the prompt.
     tokens: list[int]
     answer: str | None
     # All columns of the row.
@@ -60,28 +62,29 @@ class FunctionPolicy:
         self._ask_for_sample = ask
 
     async def sample(self, token_ids: list[int]) -> Sampled:
-        """Sample a turn after these tokens, of at most `generation.max_new_tokens`.
+        """Sample a turn of at most `generation.max_new_tokens` tokens after the prompt `token_ids`.
 
-        Earlier samples at the beginning of `token_ids` stay in their row. Samples that are begun together are sampled
-        together, and return in the order of their beginnings. Returns three empty lists once `environment.max_turns`,
-        the longest sequence or `environment.episode_timeout_s` is used up; to sample again after that is an error.
+        If `token_ids` begins with an earlier prompt and its sampled turn, both turns train as one sequence. Concurrent
+        calls are sampled concurrently, and return in the order of the calls. Returns three empty lists once
+        `environment.max_turns`, the longest sequence or `environment.episode_timeout_s` is used up; to sample again
+        after that is an error.
         """
         return await self._ask_for_sample([int(token) for token in token_ids])
 
 
 def is_agent(function: Callable[..., Any]) -> bool:
-    """Return True for a function that is meant as an agent, `run(task, base_url, api_key)`, by its parameters."""
+    """Return True if the parameters of a function are those of an agent, `run(task, base_url, api_key)`."""
     names = list(inspect.signature(function).parameters)
     if "policy" in names:
         return False
     if len(names) < 3 and inspect.iscoroutinefunction(function):
-        # A policy may have any name.
+        # A rollout function may give its policy any name, so only a word such as `url` means an agent.
         return any(word in "".join(names[1:]).lower() for word in _AGENT_WORDS)
     return True
 
 
 def read_function(function: Any) -> EnvironmentContract:
-    """Return the facts about a rollout function, with its problems."""
+    """Return the contract of a rollout function, with a problem if it cannot be called as `play(task, policy)`."""
     name = str(getattr(function, "__name__", function))
     problems = []
     if not inspect.iscoroutinefunction(function):
@@ -109,26 +112,29 @@ class FunctionEpisode:
         self._reply = reply
         self._open = OpenAction(function.__name__, reply)
         self._generator = random.Random()
-        # Callbacks of the function's own, and their number at the last look.
+        # Number of callbacks that the function's tasks have scheduled.
         self._count = CallbackCount()
+        # That number at the last check of the function's progress.
         self._callbacks_seen = 0
-        self._is_look_due = False
+        self._is_check_scheduled = False
         self._task: asyncio.Task[Any] | None = None
-        # Prompts that no reply has brought so far; samples that wait, in order; answers that wait their turn.
+        # Prompts that no reply has sent to the driver yet.
         self._new_prompts: list[list[int]] = []
+        # Futures of the unanswered samples, in the order of the requests.
         self._waiting: deque[asyncio.Future[Sampled]] = deque()
+        # Answers of the driver that the function has not got yet.
         self._answers: deque[Sampled | None] = deque()
-        # Answers that were given since the last reply.
+        # Number of answers that the function got since the last reply.
         self._answers_given = 0
-        # Most samples that waited at a time.
+        # Largest number of samples that waited at the same time.
         self._most_waiting = 0
-        # Number of empty answers given.
+        # Number of empty answers that the function got.
         self._empty_answers = 0
-        # True once the function asked again after each concurrent sample could have got an empty answer.
+        # True once the function asked again after as many empty answers as it has had concurrent samples.
         self._asks_again = False
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
-        """Do an action on the event loop."""
+        """Schedule an action on the event loop."""
         self._loop.running.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
 
     def _do_action(self, action: int, message: EpisodeMessage) -> None:
@@ -141,7 +147,7 @@ class FunctionEpisode:
             case ResumeFunction():
                 self._open.open(action)
                 self._answers += message.answers
-                self._look_soon()
+                self._schedule_check()
             case CloseEpisode():
                 self._cancel()
                 self._reply(action, None)
@@ -152,8 +158,8 @@ class FunctionEpisode:
         context.run(seeding.use, self._generator)
         context.run(callback_count.set, self._count)
         self._task = self._loop.running.create_task(self._play(task), context=context)
-        self._task.add_done_callback(lambda _: self._look_soon())
-        self._look_soon()
+        self._task.add_done_callback(lambda _: self._schedule_check())
+        self._schedule_check()
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -171,19 +177,19 @@ class FunctionEpisode:
         self._new_prompts.append(tokens)
         self._waiting.append(future)
         self._most_waiting = max(self._most_waiting, len(self._waiting))
-        self._look_soon()
+        self._schedule_check()
         return future
 
-    def _look_soon(self) -> None:
-        if not self._is_look_due:
-            self._is_look_due = True
-            self._loop.running.call_soon(self._open.contain, self._give_or_ask, context=_NO_EPISODE)
+    def _schedule_check(self) -> None:
+        if not self._is_check_scheduled:
+            self._is_check_scheduled = True
+            self._loop.running.call_soon(self._open.contain, self._check_progress, context=_NO_EPISODE)
 
-    def _give_or_ask(self) -> None:
-        """Once no callback of the function is left: give it its next answer, or send its requests.
+    def _check_progress(self) -> None:
+        """If all tasks of the function wait, give it its next answer, or send its new requests to the driver.
 
-        The loop runs callbacks in order. Those that were there at the last look have run by now; if none came since,
-        none is left.
+        The loop runs callbacks in order. If the function's tasks have scheduled no callback since the last check, none
+        of their callbacks is left, and all tasks wait.
         """
         assert self._task is not None
         if not self._task.done() and self._callbacks_seen != self._count.callbacks:
@@ -191,11 +197,11 @@ class FunctionEpisode:
         elif not self._task.done() and self._answers and self._waiting:
             self._give_answer(self._waiting.popleft(), self._answers.popleft())
         else:
-            self._is_look_due = False
+            self._is_check_scheduled = False
             if self._open.is_open and (self._task.done() or self._new_prompts):
                 self._answer_action()
             return
-        self._loop.running.call_soon(self._open.contain, self._give_or_ask)
+        self._loop.running.call_soon(self._open.contain, self._check_progress)
 
     def _give_answer(self, sample: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
         self._answers_given += 1
@@ -219,7 +225,7 @@ class FunctionEpisode:
             self._answers_given = 0
 
     def _read_result(self) -> dict[str, Any]:
-        """Return the function's result as a reply. Raises the function's exception."""
+        """Return the function's result as a message for the driver. Raises the function's exception."""
         assert self._task is not None
         value = self._task.result()
         reward = None if value is None else check_reward(value, "the rollout function")

@@ -1,7 +1,7 @@
-"""Python's `random`, seeded for each episode by itself, although many run as threads of one process.
+"""Separate seeding of Python's `random` for each episode, although many episodes run as threads of one process.
 
 All rollouts of a group have the same seed. So an environment that draws its task with `random` in `reset`, as TRL's
-examples do, gives each rollout of a group the same task, with any other episodes in the process. NumPy's global
+examples do, gives each rollout of a group the same task, whichever other episodes run in the process. NumPy's global
 generator is not seeded: an environment that uses NumPy takes the parameter `seed` in `reset`.
 """
 
@@ -39,8 +39,10 @@ class _EpisodeRandom(random.Random):
 
 
 def install() -> None:
-    """Replace the functions of `random`. Call it before the user's code is imported, since that may keep references to
-    the old ones."""
+    """Replace the functions of `random` by functions that draw from the current episode's generator.
+
+    Call this before the import of user code, because user code may keep references to the old functions.
+    """
     python_generator = random.seed.__self__  # type: ignore[attr-defined]
     episode_generator = _EpisodeRandom()
     for name in random.__all__:
@@ -49,11 +51,11 @@ def install() -> None:
 
 
 def use(generator: random.Random) -> None:
-    """Draw from `generator` in this thread from now on."""
+    """Make `random` draw from `generator` in this thread from now on."""
     _current.set(generator)
 
 
 async def await_using(generator: random.Random, work: Awaitable[Result]) -> Result:
-    """Await work that draws from `generator`; other coroutines on the loop draw from their own generators."""
+    """Await work whose `random` draws from `generator`. Other coroutines on the loop draw from their own generators."""
     use(generator)
     return await work

@@ -1,4 +1,4 @@
-"""Text to SQL: a question about a small shop, a tool to query its database, and a tool to submit the query."""
+"""Environment of text to SQL: a question on a shop's database, a tool to run queries, a tool to submit one."""
 
 import random
 import sqlite3
@@ -12,17 +12,17 @@ CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER, product TEXT, 
 _FIRST_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo")
 _CITIES = ("Oslo", "Porto", "Lyon", "Graz", "Turin")
 _PRODUCTS = ("lamp", "chair", "desk", "shelf", "rug", "clock")
-# Rows that an answer shows.
+# Most rows that the tool `query` shows.
 _SHOWN_ROWS = 20
-# Steps of SQLite's machine that a query may take, some 0.1 s.
+# Most steps of SQLite's virtual machine for one query, about 0.1 s.
 _MOST_STEPS = 10_000_000
 
 
 class Sqlite:
-    """One question about a database in memory, which is made from the row's number `shop`."""
+    """One question about a database in memory. The row's number `shop` is the seed of the database."""
 
     def reset(self, question: str, sql: str, shop: int = 0, **row: Any) -> str:
-        """Make the database, and ask."""
+        """Create the database; return the user's message with the schema and the question."""
         self._database = sqlite3.connect(":memory:")
         self._database.executescript(SCHEMA)
         _fill(self._database, shop)
@@ -116,7 +116,7 @@ _QUESTIONS = (
 
 
 def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Shops with a number that is a multiple of 5 are held out: never among the others."""
+    """Yield rows without end. Shops whose number is a multiple of 5 come only with `held_out`."""
     draw = random.Random(seed)
     while True:
         shop = draw.randrange(100_000)

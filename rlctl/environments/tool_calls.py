@@ -1,8 +1,8 @@
-"""One assistant turn taken apart: its thinking, its tool calls in the model family's format, its other text.
+"""Parsing of an assistant's turn into thinking, tool calls in the model family's format, and other text.
 
-Parsing reads a decoded copy and never changes sampled tokens. Text is decoded with special tokens kept, since some
-formats mark calls in this way; the end tokens of a turn may be left on it. A call inside a thinking block is no call.
-A turn that looks like a call and is no call is a malformed call.
+Parsing reads decoded text and never changes the sampled tokens. The text keeps special tokens, because some formats
+mark calls with special tokens. The text may also keep the turn's end tokens. A call inside a thinking block is no call.
+A turn that looks like a call but cannot be read as one is a malformed call.
 """
 
 import json
@@ -25,14 +25,14 @@ from rlctl.environments.tool_formats import (
 from rlctl.environments.tool_values import properties_of
 from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 
-# Calls of a turn. A call beyond this bound, or the next two, is answered and not made.
+# Most calls of a turn. All calls beyond this bound become one malformed call.
 MAX_CALLS = 256
-# Characters of one call's arguments, and of its name.
+# Most characters of one call's arguments, and of its name. A larger call becomes a malformed call.
 MAX_ARGUMENTS = 1 << 18
 MAX_NAME = 200
 _THINKING = re.compile(r"<think>|</think>|\[THINK\]|\[/THINK\]")
 _OPENING = ("<think>", "[THINK]")
-# Marks that no turn without a call has, in any format.
+# Marks that only turns with a call have, in any format.
 _CALL_MARK = re.compile(r"</?tool_call>|<function=|<\|python_tag\|>|\[TOOL_CALLS\]")
 
 
@@ -42,7 +42,7 @@ class ParsedMessage:
 
     content: str
     calls: list[Call]
-    # Thinking, without its marks.
+    # Text of the thinking without marks such as <think>.
     reasoning: str = ""
     # All text after the thinking, calls included.
     visible_text: str = ""
@@ -71,7 +71,10 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
 
 
 def split_turn(text: str, format: str | None, tools: list[dict[str, Any]]) -> ParsedMessage:
-    """Return the calls of a turn, its text around them, and its thinking apart. format: None: no text is a call."""
+    """Return the calls of a turn, the text around them, and the thinking.
+
+    format: a key of `PARSERS`; with None no text is a call. tools: schemas of the tools.
+    """
     parameters = {tool["function"]["name"]: properties_of(tool) for tool in tools}
     visible_text = _cut_thinking(text, PARSERS[format] if format else _no_calls, parameters)
     reasoning = ""
@@ -94,8 +97,10 @@ def _no_calls(text: str, parameters: Parameters) -> list[FoundCall]:
 
 
 def _cut_thinking(text: str, find: Parser, parameters: Parameters) -> str:
-    """Return the text after the thinking, up to a thinking block without end. A mark within a call's arguments is
-    none."""
+    """Return the text after the last closed thinking block, up to a thinking block that is not closed.
+
+    Thinking marks within a call's arguments are plain text.
+    """
     if text.lstrip().startswith(_OPENING):
         closing_marks = [mark for mark in _THINKING.finditer(text) if mark[0] not in _OPENING]
         if not closing_marks:
@@ -120,7 +125,7 @@ def _cut_thinking(text: str, find: Parser, parameters: Parameters) -> str:
 
 
 def _describe_near_call(text: str, parameters: Parameters) -> str:
-    """Return why a text without calls looks as if it were one; empty if it does not."""
+    """Return why a text without a readable call looks like a call; empty if it does not."""
     if mark := _CALL_MARK.search(text):
         return f"the mark {mark[0].strip('<>[]|/=')} without a whole call"
     for name in re.findall(r'"name"\s*:\s*"([^"\n]{1,200})"', text):
@@ -130,7 +135,7 @@ def _describe_near_call(text: str, parameters: Parameters) -> str:
 
 
 def _check_bounds(call: Call) -> Call:
-    """Return a call, or the reason why it is not made."""
+    """Return a call unchanged, or a MalformedCall with the reason if the call exceeds a bound."""
     if isinstance(call, MalformedCall):
         return call
     if len(call.name) > MAX_NAME:

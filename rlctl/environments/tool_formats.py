@@ -1,4 +1,7 @@
-"""Tool calls in a text, found by the format of a model family. Each format takes the same text as vLLM's own parser."""
+"""Parsers of tool calls in a turn's text, one for each model family's format.
+
+Each parser accepts the same text as vLLM's parser of that format.
+"""
 
 import json
 import re
@@ -33,22 +36,22 @@ Call = ToolCall | MalformedCall
 
 @dataclass(frozen=True)
 class FoundCall:
-    """A call, and where the turn has it."""
+    """A call and its position in the turn's text."""
 
     call: Call
-    # First character, and the one after the last.
+    # Index of the call's first character, and of the character behind its last one.
     start: int
     end: int
 
 
-# Schemas of the parameters of each tool, by its name. Formats that convert values read them.
+# Schemas of each tool's parameters, by the tool's name. A format without types converts its values by these schemas.
 Parameters = dict[str, Properties]
+# Returns the calls in a text, in order.
 Parser = Callable[[str, Parameters], list[FoundCall]]
 
 
 def tool_format(template: str) -> str | None:
-    """Return the name of the format in which a model with this template calls tools; None if the template has no known
-    format."""
+    """Return the format in which a model with this chat template calls tools, a key of `PARSERS`; None if unknown."""
     if "<arg_key>" in template:
         return None
     for name, marker in (
@@ -69,13 +72,13 @@ _CALL_MARK = re.compile(r"</?tool_call>")
 def _find_hermes(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes).
 
-    A call that the end of the turn closes is taken, as serving engines take it.
+    The last call of a turn may lack its closing mark, as in serving engines.
     """
     calls: list[FoundCall] = []
     position = 0
     while (start := text.find("<tool_call>", position)) >= 0:
         call, end = _read_json_call(text, start + len("<tool_call>"), "arguments")
-        # After a mistake the next call begins at its own mark: the text between belongs to the broken call.
+        # Text up to the next mark belongs to this call.
         mark = _CALL_MARK.search(text, end)
         if mark is None:
             position = len(text)
@@ -96,7 +99,7 @@ _PYTHON_TAG = "<|python_tag|>"
 def _find_llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `{"name": ..., "parameters": {...}}`, anywhere in the text, also after `<|python_tag|>`.
 
-    JSON that is no call is text. The first brace that begins no JSON ends the search, with everything inside.
+    JSON that is no call is text. The search ends at the first brace that begins no valid JSON.
     """
     calls: list[FoundCall] = []
     position = 0
@@ -122,7 +125,7 @@ def _find_llama3(text: str, parameters: Parameters) -> list[FoundCall]:
     return calls
 
 
-# Possessive: a turn of blanks alone would cost the cube of its length to go back through.
+# Possessive quantifiers (`*+`): with backtracking, a turn of n blanks would take a time of n cubed.
 _MISTRAL_MARK = re.compile(r"\[TOOL_CALLS\](?:\s*+\[TOOL_CALLS\])*+\s*+")
 _MISTRAL_HEAD = re.compile(r"([^\[\]{}]*+)(?:\[CALL_ID\][^\[\]{}]*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
@@ -130,8 +133,8 @@ _MISTRAL_HEAD = re.compile(r"([^\[\]{}]*+)(?:\[CALL_ID\][^\[\]{}]*+)?(?:\[ARGS\]
 def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`.
 
-    The id and the mark before the arguments may be left out. The values behind a name are converted by its schema. A
-    list may follow words that are no list, and marks behind the list are no marks.
+    The id and the mark before the arguments may be left out. Arguments behind a name are converted by the tool's
+    schema. Other words may stand before a list. Marks behind a list are plain text.
     """
     calls: list[FoundCall] = []
     mark = _MISTRAL_MARK.search(text)
@@ -154,7 +157,7 @@ def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
             calls.append(FoundCall(_read_call(call, "arguments"), start, end))
             start = end
         is_list = isinstance(value, list) or (not name and "name" in value)
-        # Marks within the value are no marks.
+        # The search goes on behind the value, because marks within the value are plain text.
         mark = None if is_list else _MISTRAL_MARK.search(text, end)
     return calls
 
@@ -182,8 +185,8 @@ _VALUE_END = re.compile(r"</parameter>|(?=<parameter=)")
 def _find_qwen3_coder(text: str, parameters: Parameters) -> list[FoundCall]:
     """Find `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5).
 
-    The outer marks may be left out, and the end of a function or of a parameter where the next one follows. Values have
-    no type in the text: they are read by the parameter's schema.
+    The marks `<tool_call>` and `</tool_call>` may be left out. `</function>` and `</parameter>` may be left out before
+    the next function or parameter. Values have no type in the text, so the parameter's schema converts them.
     """
     calls: list[FoundCall] = []
     position = 0
@@ -229,7 +232,8 @@ def _read_coder_call(text: str, position: int, parameters: Parameters, *, has_fu
     return ToolCall(name, convert_arguments(arguments, parameters.get(name, {}))), position
 
 
-# A call in words, as the model reads it: marks in these words would be text, and no tokens of the model's.
+# Description of each format, which the model reads after a malformed call. Marks that are special tokens are named in
+# words, because written out they would be encoded as plain text and not as the special token.
 FORMS = {
     "hermes": "JSON with name and arguments, between the opening and the closing mark tool_call",
     "llama3": "JSON with name and parameters",
@@ -247,7 +251,7 @@ PARSERS: dict[str, Parser] = {
 def _read_json_call(text: str, position: int, key: str) -> tuple[Call, int]:
     """Read the JSON object at a position as a call; return the call and the position after it.
 
-    The object ends where JSON says, so that marks within its strings are no marks. key: key of the arguments.
+    JSON's syntax decides where the object ends, so marks within its strings are plain text. key: key of the arguments.
     """
     while position < len(text) and text[position].isspace():
         position += 1
@@ -257,7 +261,7 @@ def _read_json_call(text: str, position: int, key: str) -> tuple[Call, int]:
 
 def _decode_json(text: str, position: int) -> tuple[Any, int]:
     """Return the JSON object or list at a position, or a MalformedCall, and the position after it."""
-    if not text.startswith(("{", "["), position):  # the decoder would say so too, after counting all lines before
+    if not text.startswith(("{", "["), position):  # the decoder's error would first count all lines before this one
         return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), position
     try:
         return _DECODER.raw_decode(text, position)
@@ -272,7 +276,7 @@ def _read_call(value: Any, key: str) -> Call:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return MalformedCall(f'no name: a call is {{"name": ..., "{key}": {{...}}}}')
-    if isinstance(arguments, str):  # JSON within JSON, as the OpenAI API has it
+    if isinstance(arguments, str):  # a string of JSON, as in the OpenAI API
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -283,7 +287,7 @@ def _read_call(value: Any, key: str) -> Call:
 
 
 def _explain_json_error(error: Exception, start: int = 0) -> str:
-    """Return the reason for the model. start: position at which the call begins."""
+    """Return why the JSON of a call is invalid, as text for the model. start: position at which the call begins."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at character {error.pos - start + 1} of the call"
     return f"not valid JSON: nested too deep (at most {MAX_LEVELS} levels are allowed), or a number too long"

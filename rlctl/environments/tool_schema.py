@@ -1,7 +1,7 @@
 """JSON schema of a tool, made from its type hints and its Google-style docstring.
 
-The output equals that of transformers' `get_json_schema`, as chat templates and TRL expect; a test compares both. That
-function imports torch (seconds, and base installs have none), so this one is rlctl's own.
+The output equals that of transformers' `get_json_schema`, as chat templates and TRL expect; a test compares both.
+rlctl has its own function, because transformers' imports torch, which takes seconds and is missing in a base install.
 """
 
 import inspect
@@ -35,7 +35,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 class SchemaError(ValueError):
-    """A tool whose schema cannot be made. args: a line for each problem, which names the parameter and the remedy."""
+    """A tool whose schema cannot be made. args: one line for each problem, with the parameter and the remedy."""
 
 
 def tool_schema(tool: Callable[..., Any]) -> Schema:
@@ -75,9 +75,9 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
 
 
 def foreign_classes(tool: Callable[..., Any]) -> dict[str, str]:
-    """Return by parameter the name of the first class in its hint that JSON has no value for.
+    """Return the parameters whose type hint has a class without a JSON type, each with the name of that class.
 
-    The class's schema is an object, as transformers makes it, so that a call gives a dict. A TypedDict is a dict.
+    The schema of such a class is `object`, as in transformers, so the tool gets a dict. A TypedDict is a dict.
     """
     names: dict[str, str] = {}
     for parameter_name, hint in _read_hints(tool, []).items():
@@ -88,6 +88,7 @@ def foreign_classes(tool: Callable[..., Any]) -> dict[str, str]:
 
 
 def _find_foreign(hint: Any) -> Iterator[Any]:
+    """Yield the classes in a type hint that have no JSON type."""
     origin = get_origin(hint)
     if origin is None:
         if hint not in _BASIC and not is_typeddict(hint):
@@ -123,7 +124,7 @@ def _read_hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]
     """
     try:
         hints = get_type_hints(tool)
-    except (Exception, SystemExit) as error:  # a hint is code of the user's
+    except (Exception, SystemExit) as error:  # a hint is the user's code
         problems.append(f"its type hints cannot be read: {type(error).__name__}: {error_text(error)}")
         return {}
     return {name: hint for name, hint in hints.items() if name == "return" or not _is_positional(tool, name)}
@@ -158,7 +159,7 @@ def _read_type(name: str, hint: Any) -> Schema:
 
 
 def _type_schema(hint: Any) -> Schema:
-    """Return the schema of a type hint. Raises TypeError for one that JSON has no type for."""
+    """Return the schema of a type hint. Raises TypeError for a hint without a JSON type."""
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin is None:
@@ -198,10 +199,11 @@ def _union_schema(members: tuple[Any, ...]) -> Schema:
 class _Docstring:
     """Descriptions in a docstring."""
 
+    # Text before the first section.
     description: str
-    # By the name of an argument.
+    # Description of each argument, by the argument's name.
     arguments: dict[str, str]
-    # None without a section `Returns:`.
+    # Description of the result; None without a section `Returns:`.
     returned_value: str | None
 
 
@@ -213,11 +215,11 @@ def _read_docstring(doc: str) -> _Docstring:
     section = _ARGS.search(doc)
     for line in filter(str.strip, section[1].splitlines() if section else ()):
         argument = _ARGUMENT.match(line)
-        # The line below a bare `x:` is its description, in any form.
+        # The line below a bare `x:` describes x, even if the line looks like `y: ...`.
         if last_lines and argument:
             description = argument[2].strip()
             last_lines = [description] if description else []
-            # The list goes on growing with the argument's further lines.
+            # Shared on purpose: the argument's further lines are appended to the same list.
             lines_by_name[argument[1]] = last_lines
         else:
             last_lines.append(line.strip())

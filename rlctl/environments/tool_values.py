@@ -1,13 +1,14 @@
-"""Schemas of foreign tools, read without an error, and values that a model wrote, converted to the types they name.
+"""Conversion of the values that a model wrote to the types in a tool's schema. A schema from outside raises no error.
 
-A serving engine gives the tool the same value: the conversion is that of vLLM's parsers, and a test compares both.
+The conversion equals that of vLLM's parsers, so that a tool gets the same values as behind a serving engine. A test
+compares both.
 """
 
 import json
 import math
 from typing import Any
 
-# Values by the name of a parameter, and the schema of each.
+# JSON schema of each parameter, by the parameter's name.
 Properties = dict[str, Any]
 # Names of types that clients write instead of JSON schema's own.
 _ALIASES = {
@@ -19,7 +20,7 @@ _ALIASES = {
     **dict.fromkeys(("arr", "list", "sequence"), "array"),
 }
 _CHOICES = ("anyOf", "oneOf", "allOf")
-# Result of reading a text that has no value of a type.
+# Marks that a text has no value of the tried type. None cannot mark this, because JSON's null is None.
 _NO_VALUE = object()
 
 
@@ -64,9 +65,9 @@ def convert_arguments(arguments: dict[str, Any], properties: Properties) -> dict
 
 
 def convert_text(text: str, schema: Any) -> Any:
-    """Return the value of a text by the first type that fits, else by JSON, else the text itself.
+    """Return the value of a text in the schema's first type that fits, else as JSON, else the text itself.
 
-    Types are tried from the narrow to the wide: null, integer, number, boolean, object, array, string.
+    Types are tried in this order: null, integer, number, boolean, object, array, string.
     """
     kinds = set(schema_types(schema))
     if "null" in kinds and text.lower() == "null":

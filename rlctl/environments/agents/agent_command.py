@@ -1,6 +1,7 @@
-"""An agent that is a command: started once a rollout below supervisors of its own, and ended with all that it started.
+"""An agent that is a command: started once for each rollout, and ended with all processes that it started.
 
-A mark in the environment would not find all processes: `env -i` and setproctitle remove it (workers/supervisor.py).
+Each command runs below its own supervisors (workers/supervisor.py). A mark in the environment variables would not find
+all of its processes, because `env -i` and setproctitle remove such a mark.
 """
 
 import errno
@@ -26,24 +27,25 @@ from rlctl.workers import supervisor
 
 # Seconds between SIGTERM and SIGKILL for a command's processes.
 TERM_S = 2.0
-# Seconds for the rest of a command's output, once it has ended.
+# Most seconds of reading the rest of a command's output after its end.
 _OUTPUT_S = 1.0
-# Bytes of a command's output that reach the log. Further output is read with pauses: a flood must cost no processor.
+# Most bytes of a command's output that reach the log. Further output is read with pauses of `_PAUSE_S` seconds, so that
+# a flood of output takes little processor time.
 MAX_OUTPUT = 1 << 20
 _READ_BYTES = 1 << 16
 _PAUSE_S = 0.01
-# Bytes of its last line that are read.
+# Most bytes at the end of the output in which the last line is looked for.
 _MAX_LINE = 1 << 16
 _OUTPUT_CUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
-# Shells report a program that a signal ended by this number and the signal's.
+# Shells exit with this number plus the signal's number if a signal ended the program.
 _BY_SIGNAL = 128
 
 
 def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
-    """Start a command in a session of its own. Return a function that stops the command and its children.
+    """Start a command in a new process session. Return a function that stops the command and its child processes.
 
-    The last line of its output is its value, if that is JSON: a number, or an object with `reward`. `call.on_end` is
-    called once its processes are gone.
+    If the last line of the output is JSON, a number or an object with `reward`, it is the agent's reward. `call.on_end`
+    is called once all of the command's processes have ended.
     """
     variables = {
         **os.environ,
@@ -55,7 +57,7 @@ def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
         "RLCTL_API_KEY": call.api_key,
         "RLCTL_TASK": json.dumps(asdict(call.task), default=str),
         "RLCTL_SEED": str(call.generator.getrandbits(31)),
-        # Without these variables the agents call home, or change their requests with each one.
+        # Without these variables some agents send telemetry, or put a mark into each request that changes each time.
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -69,7 +71,10 @@ def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
 
 
 def _begin_supervised(command: list[str], variables: dict[str, str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
-    """Start a command below supervisors. Returns the outer one, and a connection for the error number of a start."""
+    """Start a command below supervisors.
+
+    Returns the outer supervisor, and a connection that gets the error number if the command cannot be started.
+    """
     connection, child_end = socket.socketpair()
     with child_end:
         try:
@@ -94,7 +99,7 @@ def _name_of(command: list[str]) -> str:
 
 
 def _start_failure(command: list[str], call: AgentLaunch, number: int | None) -> EnvironmentFailure:
-    """Return the failure of a command that the system refused to start with this error number."""
+    """Return the failure of a command that the system refused to start. number: the system's error number."""
     error = OSError(number, os.strerror(number or 0), command[0])
     task = json.dumps(asdict(call.task), default=str)
     detail = str(error)
@@ -104,7 +109,7 @@ def _start_failure(command: list[str], call: AgentLaunch, number: int | None) ->
 
 
 class _Command:
-    """One command that runs. connection: gets an error number if it cannot be started."""
+    """A running command. connection: gets an error number if the command cannot be started."""
 
     def __init__(
         self, command: list[str], process: "subprocess.Popen[bytes]", connection: socket.socket, call: AgentLaunch
@@ -120,7 +125,7 @@ class _Command:
         threading.Thread(target=self._watch, name="agent's end", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask the command's processes to end, and end them later. Called on the loop."""
+        """Ask the command's processes to end, and end them `TERM_S` seconds later. Called on the event loop."""
         assert self._process.stdin
         with suppress(OSError, ValueError):  # the command has ended
             self._process.stdin.write(b".")
@@ -129,11 +134,14 @@ class _Command:
     def _watch(self) -> None:
         code = self._process.wait()
         self._reader.join(_OUTPUT_S)
-        with suppress(RuntimeError):  # the process is about to end
+        with suppress(RuntimeError):  # the event loop is closed, because this process is about to end
             self._call.loop.call_soon_threadsafe(self._tell_end, code)
 
     def _tell_end(self, code: int) -> None:
-        """Tell how the command ended. Called on the loop, like `stop`, which must not write to a closed descriptor."""
+        """Call `on_end` with the command's value or failure.
+
+        Called on the event loop, like `stop`, so that `stop` cannot write to a closed descriptor.
+        """
         assert self._process.stdin
         self._process.stdin.close()
         with self._connection:
@@ -145,20 +153,20 @@ class _Command:
         last_line = self._tail.rstrip().rpartition(b"\n")[2].decode(errors="replace").strip()
         outcome: Any = _read_value(last_line)
         if code:
-            # A supervisor that was killed itself has a negative code.
+            # The code is negative if a signal ended the supervisor itself.
             number = -code if code < 0 else code - _BY_SIGNAL
-            # Other codes above 128 are exits: ssh and `sys.exit(-1)` exit with 255.
+            # A code above 128 need not mean a signal: ssh and `sys.exit(-1)` exit with 255.
             ending = f"was ended by signal {number}" if number in signal.valid_signals() else f"exited with {code}"
             outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {ending}", shorten_text(last_line))
         self._call.on_end(outcome)
 
     def _pass_output(self) -> None:
-        """Pass the command's output on to the log, up to a bound, and keep the last line."""
+        """Copy the command's output to the log, up to `MAX_OUTPUT`, and keep the end of the standard output."""
         assert self._process.stdout and self._process.stderr
         output = self._process.stdout.fileno()
         errors = self._process.stderr.fileno()
         logs = {output: sys.stdout.buffer, errors: sys.stderr.buffer}
-        room = MAX_OUTPUT
+        bytes_left = MAX_OUTPUT
         poll = select.poll()
         for descriptor in logs:
             poll.register(descriptor)
@@ -171,18 +179,19 @@ class _Command:
                     continue
                 if descriptor == output:
                     self._tail = (self._tail + text)[-_MAX_LINE:]
-                if room < 0:
+                if bytes_left < 0:
                     time.sleep(_PAUSE_S)
                     continue
-                room -= len(text)
-                logs[descriptor].write(text if room >= 0 else text[:room] + _OUTPUT_CUT)
+                bytes_left -= len(text)
+                # A negative `bytes_left` cuts that number of bytes off the end.
+                logs[descriptor].write(text if bytes_left >= 0 else text[:bytes_left] + _OUTPUT_CUT)
                 logs[descriptor].flush()
         self._process.stdout.close()
         self._process.stderr.close()
 
 
 def _read_value(line: str) -> Any:
-    """Return the value in a line; None for a line without a value."""
+    """Return the reward in a line of output, still unchecked; None if the line has none."""
     with suppress(ValueError, RecursionError):
         parsed = json.loads(line)
         if isinstance(parsed, dict):

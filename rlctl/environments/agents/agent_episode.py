@@ -1,11 +1,11 @@
-"""One call of an agent in its process: a thread, or a command, and its session at the endpoint.
+"""One run of an agent in an environment process: a thread or a command, and its session at the endpoint.
 
     BeginAgent  -> the agent runs until it asks for a turn   -> AgentWaits or AgentEnded
     ResumeAgent -> the agent gets turns, and runs on         -> AgentWaits or AgentEnded
 
-An agent may ask from any thread. The driver learns of its first request at once: turns are numbered in the order of
-their arrival. A close is answered once the thread or the command has ended. An agent that never ends has a deadline,
-and its process is then used no more.
+An agent may send requests from any thread. Each request goes to the driver at once, and requests are numbered in the
+order of their arrival. A close is answered once the thread or the command has ended. If an agent has not ended at the
+deadline of the close, its process gets no new episodes.
 """
 
 import asyncio
@@ -27,12 +27,13 @@ from rlctl.utils.user_code import looks_like_bug, shorten_text
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The task of one rollout, as an agent is given it."""
+    """The task of one rollout, as an agent gets it."""
 
-    # `r17`: row 17.
+    # Number of the row, for example `r17`.
     id: str
-    # Text of the row's prompt, and its messages; empty if the row has none.
+    # Text of the row's prompt; empty if the row has none.
     prompt: str
+    # Messages of the row's prompt; empty if the row has none.
     messages: list[Message]
     answer: str | None
     # All columns of the row.
@@ -41,32 +42,34 @@ class AgentTask:
 
 @dataclass(frozen=True)
 class AgentLaunch:
-    """One call of an agent, as its function or command is started."""
+    """Arguments with which an agent's function or command is started."""
 
     task: AgentTask
-    # Address and key of its session at the endpoint.
+    # Address of the agent's session at the endpoint.
     base_url: str
+    # Key of the session.
     api_key: str
-    # Random generator, seeded for the group.
+    # Random generator with the group's seed.
     generator: random.Random
-    # Takes the agent's value or failure. Called on `loop`, the endpoint's.
+    # Takes the agent's value or failure at its end. Called on `loop`.
     on_end: Callable[[Any], None]
+    # Event loop of the endpoint.
     loop: asyncio.AbstractEventLoop
 
 
-# Starts an agent. Returns the way to stop it.
+# Starts an agent. Returns a function that stops it.
 StartAgent = Callable[[AgentLaunch], Callable[[], None]]
 
 
 def agent_contract(name: str, problems: list[str]) -> EnvironmentContract:
-    """Return an agent's contract, without methods for the policy."""
+    """Return an agent's contract, which has no tools and no `step`."""
     return EnvironmentContract(
         name=name, tools=[], has_step=False, has_reward=True, problems=problems, notes=[], is_agent=True
     )
 
 
 class AgentEpisode:
-    """One call of an agent."""
+    """One run of an agent. start: starts the agent's function or command."""
 
     def __init__(
         self, start: StartAgent, endpoint: Endpoint, chat: Chat, tool_format: str | None, reply: Reply
@@ -79,11 +82,11 @@ class AgentEpisode:
         self._stop: Callable[[], None] = lambda: None
         self._has_ended = False
         self._outcome: Any = None
-        # Called at the agent's end, after a close.
+        # Called when the agent ends. Set by a close that came before the end.
         self._on_end: Callable[[], None] = lambda: None
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
-        """Do an action on the endpoint's event loop."""
+        """Schedule an action on the endpoint's event loop."""
         self._endpoint.loop.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
 
     def _do_action(self, action: int, message: EpisodeMessage) -> None:
@@ -123,7 +126,7 @@ class AgentEpisode:
         self._answer_when_ready()
 
     def _take_outcome(self, outcome: Any) -> None:
-        """Learn that the agent has ended, and close its session."""
+        """Store the value or failure of an agent that has ended, and close its session."""
         self._has_ended = True
         self._outcome = outcome
         self._endpoint.close(self._session)
@@ -150,14 +153,14 @@ class AgentEpisode:
         outcome = self._outcome
         raised = ""
         if session.defect is not None:
-            # An agent may catch the error, and return a value.
+            # The agent may have caught the error and returned a value, which must not count.
             self._open.answer(session.defect)
             return
         if isinstance(outcome, EnvironmentFailure):
             if not session.budget:
                 self._open.answer(outcome if session.was_reached else _with_hint(outcome))
                 return
-            # The agent met the end of a budget: that is no failure.
+            # A used-up budget refused the agent's request. An agent that raises then has not failed.
             raised = str(outcome)
             outcome = None
         try:
@@ -170,16 +173,16 @@ class AgentEpisode:
             reward=session.reward if reward is None else reward,
             raised=raised,
             counts={name: count for name, count in session.counts.items() if count},
-            # The count `rewritten` has the rarer reasons too.
+            # Only the most frequent reasons; the count `rewritten` includes all.
             rewritten=dict(session.rewritten.most_common(8)),
         )
         self._open.answer(ended.plain())
 
 
 def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:
-    """Return the failure of an agent that nobody heard of, with the usual reason.
+    """Return the failure of an agent that sent no request, with a hint at the usual reason: a wrong address or key.
 
-    A bug in the agent's code and a command that cannot be started are reasons already.
+    A failure by a bug in the agent's code, or by a command that cannot be started, needs no hint.
     """
     if looks_like_bug(failure.cause) or failure.cause.endswith(NOT_STARTED):
         return failure

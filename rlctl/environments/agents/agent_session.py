@@ -1,9 +1,9 @@
-"""One session: an agent's requests become turns to sample, and each turn one node of the rollout's tree (contract 4).
+"""Session of one agent: its requests become turns to sample, and each turn a node of the rollout's tree (contract 4).
 
-    request -> place in the history -> ask (told to the driver) ... answer -> text, calls -> client
+    request -> place in the history -> ask (sent to the driver) ... answer -> text, calls -> client
 
-The session belongs to the endpoint's event loop. A turn goes on if its client leaves: the client's retry gets the same
-turn. A sealed session gives nothing more.
+Only the endpoint's event loop uses a session. If a client disconnects, its turn is sampled all the same, and the
+client's retry gets that turn. A sealed session refuses every request.
 """
 
 import asyncio
@@ -27,55 +27,56 @@ from rlctl.environments.messages import AgentAnswer, AgentAsk, AgentWaits
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, trace_of
 
-# Bytes from which a request is worked on in a thread: 200 KB of tools took 3.8 s on two busy cores.
+# Bytes from which a request is processed in a thread: 200 KB of tools took 3.8 s on two busy cores.
 LARGE = 1 << 14
 _THREADS = ThreadPoolExecutor(8, thread_name_prefix="large requests")
 Value = TypeVar("Value")
-# Requests that are refused by the driver; further ones are refused here, so that a deadline runs.
+# Most refused requests of a session. Further requests are refused without the driver: each answer of the driver starts
+# a new deadline for the agent, so an agent that ignores refusals would never meet a deadline.
 _MOST_REFUSED = 64
-# Bytes of the requests in one reply of the process, of which a token takes this many.
+# Most bytes of requests in one reply of the process, and about the bytes of one token in it.
 MAX_ASK_BYTES = 2 << 20
 _TOKEN_BYTES = 8
-# Budget of the driver -> its text.
+# Name of the driver's budget that is used up -> text for the client.
 BUDGETS = {
     "max_turns": "the episode has had its turns (environment.max_turns)",
     "max_length": "the conversation is as long as an episode may be (environment.max_length)",
     "time": "the time of the episode is used up (environment.episode_timeout_s)",
 }
-# Budgets that no shorter prompt gives back.
+# Budgets that stay used up, also for a shorter prompt.
 _FINAL = ("max_turns", "time")
 
 
 class Flight:
-    """One turn on its way to its client, and to the client's retries."""
+    """One turn in flight, and the connections that wait for it: the client's request and its retries."""
 
     def __init__(self, work: "asyncio.Task[ClientTurn]", stream: "asyncio.Future[bool]") -> None:
         self.work = work
-        # True if the request asks for a stream; done once the request is read.
+        # Done once the request is read. True if the request asks for a stream.
         self.stream = stream
-        # True if a connection that waited for the turn was lost.
+        # True if a connection that waited for the turn was lost, and no retry has replaced it.
         self.has_lost = False
-        # Each waiting connection: done once the connection is lost.
+        # A future for each waiting connection, which is done once the connection is lost.
         self._waiting: set[asyncio.Future[None]] = set()
         work.add_done_callback(_has_failed)
 
     @property
     def is_waited_for(self) -> bool:
-        """True if some connection waits and is not known to be lost."""
+        """True if a connection waits for the turn and is not known to be lost."""
         return bool(self._waiting)
 
     def wait(self, gone: "asyncio.Future[None]") -> None:
-        """Note a connection that waits for the turn. gone: done once the connection is lost."""
+        """Add a connection that waits for the turn. gone: done once the connection is lost."""
         self._waiting.add(gone)
 
     def leave(self, gone: "asyncio.Future[None]", is_lost: bool) -> None:
-        """Note that a connection waits no more."""
+        """Remove a connection that no longer waits for the turn."""
         if gone in self._waiting:
             self._waiting.discard(gone)
             self.has_lost = self.has_lost or is_lost
 
     def note_lost(self) -> bool:
-        """Return True if a connection that waited was lost, also if its own handler has not learned it so far."""
+        """Return True if a waiting connection was lost, even if its handler has not run `leave` yet."""
         lost = {gone for gone in self._waiting if gone.done()}
         self._waiting -= lost
         if lost:
@@ -84,7 +85,10 @@ class Flight:
 
 
 class AgentSession:
-    """Requests of one agent. on_change: called when there is news for the driver. tools: those of all sessions."""
+    """Requests and turns of one agent.
+
+    on_change: called when a request waits to be sent to the driver. tools: sets of tools that all sessions share.
+    """
 
     def __init__(
         self, chat: Chat, tool_format: str | None, on_change: Callable[[], None], tools: ToolSets | None = None
@@ -92,93 +96,99 @@ class AgentSession:
         self.id = secrets.token_hex(8)
         self.secret = secrets.token_urlsafe(24)
         self.is_sealed = False
-        # True once a request brought its key.
+        # True once a request came with the session's key.
         self.was_reached = False
+        # Reward that the agent sent to the endpoint.
         self.reward: Reward | None = None
-        # First error of the endpoint's own: nothing values the rollout then.
+        # First error in the endpoint's code. The rollout then has no reward.
         self.defect: EnvironmentFailure | None = None
-        # Budget that refused the last request; empty if none did.
+        # Name of the budget that refused the last request; empty if none did.
         self.budget = ""
         self.counts: Counter[str] = Counter()
-        # Why requests did not continue a turn, with their numbers.
+        # Reason why a request continued no turn -> number of such requests.
         self.rewritten: Counter[str] = Counter()
         self._chat = chat
         self._tool_format = tool_format
         self._on_change = on_change
         self._history = SessionHistory(chat, tools or ToolSets())
-        # By the digest of a request: equal ones in their order.
+        # Turns of equal requests in the order of the requests, by the digest of path and body.
         self._flights: defaultdict[bytes, list[Flight]] = defaultdict(list)
-        # Held while a large request is worked on: a session takes one thread at a time.
+        # Locked while a thread processes a large request, so that a session takes one thread at a time.
         self._large = asyncio.Lock()
+        # Futures of the driver's answers, by the number of the request.
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
-        # (about the bytes of the request, the request).
+        # (approximate bytes, request) of each request that the driver has not got yet.
         self._asks: deque[tuple[int, AgentAsk]] = deque()
+        # Number of the next request.
         self._number = 0
         # Turns by the number of their requests.
         self._turns: dict[int, ClientTurn] = {}
         # Numbers of the turns that a client got.
         self._delivered_numbers: set[int] = set()
-        # (number, tokens) of those that the driver has not heard of.
+        # (number, count of tokens) of the delivered turns that the driver has not been told of.
         self._delivered: list[tuple[int, int]] = []
 
     def use_row(self, row: Mapping[str, Any]) -> None:
-        """Take a row's arguments of the chat template, for requests that do not name them. Raises DataError."""
+        """Set the row's arguments of the chat template as defaults for all requests. Raises DataError."""
         self._chat = chat_of_row(self._chat, row)
         self._history.chat = self._chat
 
     @property
     def has_asked(self) -> bool:
-        """True if there are requests that the driver has not been told of."""
+        """True if a request waits to be sent to the driver."""
         return bool(self._asks)
 
     def rejoin(self, digest: bytes, retries: int) -> Flight | None:
-        """Return the flight of an earlier request if this one repeats it; None for a new request.
+        """Return the turn in flight of an earlier request if this request is its retry; None for a new request.
 
-        digest: of path and body. retries: `x-stainless-retry-count` of the request. Raises RefusedError.
+        digest: hash of path and body. retries: the request's header `x-stainless-retry-count`. Raises RefusedError.
         """
         self._refuse_if_over()
-        # An equal body alone is no retry: an agent may sample twice, also side by side.
+        # An equal body alone is no retry, because an agent may sample the same prompt twice, also concurrently.
         flights = [flight for flight in self._flights[digest] if not _has_failed(flight.work)]
         lost = [flight for flight in flights if flight.note_lost()]
         idle = [flight for flight in flights if not flight.is_waited_for]
         if not lost and not (retries and flights):
             return None
-        # A retry may follow a delivered turn, or come before the loss of its first connection is known.
+        # A retry may come after its turn was delivered, or before the loss of its first connection is known.
         repeated = lost[0] if lost else idle[-1] if idle else flights[0]
         self.counts["coalesced"] += 1
         repeated.has_lost = False
         return repeated
 
     async def read(self, read: Callable[[], ClientRequest], size: int) -> ClientRequest:
-        """Return a request as it is read. size: bytes of its body. Raises RefusedError."""
+        """Call `read`, in a thread if the body is large, and return its request. size: bytes of the body.
+
+        Raises RefusedError.
+        """
         with self.refuse_on_defect():
             return await self._work(read, size)
 
     def begin(self, digest: bytes, read: Callable[[], ClientRequest], size: int) -> Flight:
-        """Begin to read a request and to make its turn. A retry may join it at once. size: bytes of its body."""
+        """Start the task that reads a request and samples its turn. size: bytes of the request's body."""
         loop = asyncio.get_running_loop()
         stream: asyncio.Future[bool] = loop.create_future()
         flight = Flight(loop.create_task(self._make_turn(read, size, stream)), stream)
         self._flights[digest].append(flight)
-        # A refused request may be large, and nobody joins it.
+        # Forget a refused request: it may be large, and a retry is judged as a new request.
         flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _has_failed(work) else None)
         return flight
 
     async def count_tokens(self, request: ClientRequest) -> int:
-        """Return the tokens of a request's prompt. Raises RefusedError."""
+        """Return the number of tokens of a request's prompt. Raises RefusedError."""
         with self.refuse_on_defect():
             request = self._add_history(request)
             place = await self._work(partial(self._history.place, request), request.size)
             return place.length
 
     def deliver(self, turn: ClientTurn) -> None:
-        """Learn that a turn reaches its client: from now on the turn is a part of the rollout."""
+        """Note that a client gets a turn. From now on the turn is a part of the rollout."""
         if turn.number not in self._delivered_numbers and not self.is_sealed:
             self._delivered_numbers.add(turn.number)
             self._delivered.append((turn.number, len(turn.tokens)))
 
     def take_reward(self, reward: Any) -> None:
-        """Take the value that the agent gives its rollout. Raises RefusedError."""
+        """Store the reward that the agent gives its rollout. Raises RefusedError."""
         if self.is_sealed:
             raise _ended_error()
         try:
@@ -187,29 +197,29 @@ class AgentSession:
             raise RefusedError(str(error)) from error
 
     def answer(self, number: int, answer: AgentAnswer) -> None:
-        """Take the driver's answer to a request."""
+        """Hand the driver's answer to the request with this number."""
         future = self._answers.pop(number, None)
         if future is not None and not future.done():
             future.set_result(answer)
 
     def take_requests(self) -> AgentWaits:
-        """Take the requests for the driver, as many as one reply has room for, and the turns that clients got."""
+        """Remove and return the next requests for the driver, at most `MAX_ASK_BYTES`, and the delivered turns."""
         asks = list[AgentAsk]()
-        room = MAX_ASK_BYTES
-        while self._asks and (not asks or room >= self._asks[0][0]):
+        bytes_left = MAX_ASK_BYTES
+        while self._asks and (not asks or bytes_left >= self._asks[0][0]):
             size, ask = self._asks.popleft()
             asks.append(ask)
-            room -= size
+            bytes_left -= size
         delivered = self._delivered
         self._delivered = []
         return AgentWaits(asks, delivered)
 
     @contextmanager
     def refuse_on_defect(self) -> Iterator[None]:
-        """Turn an error of the endpoint's own into the refusal that its client gets, and remember the first error.
+        """Turn an error in the endpoint's code into a RefusedError for the client, and keep the first error.
 
-        The refusal is a 400: the SDKs of OpenAI and Anthropic, litellm and Codex send a request again after a 5xx, and
-        the same request would meet the same error.
+        The client gets status 400. After a 5xx the SDKs of OpenAI and Anthropic, litellm and Codex would send the same
+        request again, and meet the same error.
         """
         try:
             yield
@@ -222,12 +232,12 @@ class AgentSession:
             raise _defect_error(self.defect) from error
 
     def seal(self) -> None:
-        """Take nothing more, and refuse the requests that wait."""
+        """Refuse all further requests, and those that wait for an answer."""
         self.is_sealed = True
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(_ended_error())
-                # Read, so that asyncio does not report it if nobody waits.
+                # Read the exception, so that asyncio does not report it if no client waits.
                 future.exception()
         self._answers.clear()
 
@@ -284,7 +294,10 @@ class AgentSession:
         return turn
 
     async def _work(self, function: Callable[[], Value], size: int) -> Value:
-        """Call a function that reads a request of `size` bytes: for a large one in a thread, so that others go on."""
+        """Call a function that processes a request of `size` bytes. For a large one, call it in a thread.
+
+        Other requests of the event loop go on meanwhile.
+        """
         if size < LARGE:
             return function()
         async with self._large:
@@ -297,9 +310,9 @@ class AgentSession:
             raise _defect_error(self.defect)
 
     def _add_history(self, request: ClientRequest) -> ClientRequest:
-        """Return a request with all messages of its conversation. One that continues a turn brings the new ones alone.
+        """Return a request with all messages of its conversation. Raises RefusedError.
 
-        Raises RefusedError.
+        A request that continues a turn by the turn's id brings only the new messages.
         """
         if not request.continues:
             return request
@@ -308,7 +321,7 @@ class AgentSession:
         if turn is None:
             raise RefusedError("previous_response_id is of no turn of this session", 404, "not_found")
         previous = turn.request
-        # Instructions belong to one request alone.
+        # Instructions hold for one request only, so those of the previous request are left out.
         instructions = [message for message in request.messages if message["role"] == "system"]
         earlier = [message for message in previous.messages if message["role"] != "system"]
         new_messages = [message for message in request.messages if message["role"] != "system"]
@@ -324,7 +337,7 @@ class AgentSession:
         self.counts["spelled"] += len(place.spelled)
         self.counts["unwritten"] += len(place.unwritten)
         if place.after is not None:
-            # The client has the turn, also if its connection broke.
+            # The client sent the turn back, so it got the turn, even if its connection broke.
             self.deliver(self._turns[place.after])
         if place.rewritten:
             self.counts["rewritten"] += 1
@@ -333,7 +346,7 @@ class AgentSession:
 
     async def _ask_driver(self, number: int, place: PlacedRequest, request: ClientRequest) -> AgentAnswer:
         new_messages: list[Message] = place.messages[len(place.messages) - place.new_count :]
-        # The engine ends the turn at a stop that is one token. `read_turn` finds the others in its text.
+        # The engine ends the turn at a stop string that is one token. `read_turn` cuts the text at longer stop strings.
         try:
             stops = [tokens[0] for tokens in map(self._chat.encode, request.stop) if len(tokens) == 1]
         except DataError as error:
@@ -355,7 +368,7 @@ class AgentSession:
 
 
 def _ended_error() -> RefusedError:
-    """Return the refusal of a sealed session. Each has its own traceback."""
+    """Return the refusal of a sealed session. A new object each time, because it carries a traceback."""
     return RefusedError("the session has ended: this agent's rollout is over", 404, "session_ended")
 
 
@@ -364,5 +377,8 @@ def _defect_error(defect: EnvironmentFailure) -> RefusedError:
 
 
 def _has_failed(work: "asyncio.Task[ClientTurn]") -> bool:
-    """Return True if a request was refused: its repetition is judged again. Asyncio does not report its error then."""
+    """Return True if a request was refused or cancelled.
+
+    The task's exception counts as read then, so asyncio does not report it.
+    """
     return work.done() and (work.cancelled() or work.exception() is not None)

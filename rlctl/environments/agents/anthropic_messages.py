@@ -1,4 +1,4 @@
-"""Adapter of the Messages API of Anthropic: its requests, answers, streams and errors."""
+"""Adapter of Anthropic's Messages API: reads requests, and writes answers, streams and errors."""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from rlctl.environments.agents.client_request import (
 from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.contract import Message
 
-# Claude Code's first block of the system prompt, which changes with each request.
+# Beginning of Claude Code's first block of the system prompt. The block changes with each request.
 _BILLING = "x-anthropic-"
 _IGNORED_PARAMETERS = ("metadata", "service_tier", "container", "betas", "context_management", "inference_geo", "speed")
 _UNENFORCED = ("thinking", "output_config", "output_format", "mcp_servers")
@@ -24,7 +24,7 @@ _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def read(body: dict[str, Any]) -> ClientRequest:
-    """Return the turn that a request asks for. Raises RefusedError."""
+    """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     system = _read_system(parameters.take("system", (str, list), ""))
     messages = [{"role": "system", "content": system}] if system else []
@@ -54,13 +54,13 @@ def read(body: dict[str, Any]) -> ClientRequest:
 
 
 def write(turn: ClientTurn) -> dict[str, Any]:
-    """Return the answer of a request that is not streamed."""
+    """Return the body of the answer to a request without streaming."""
     usage = {"input_tokens": turn.prompt_length, "output_tokens": len(turn.tokens)}
     return {**_message_head(turn), "content": _blocks(turn), **_ending_fields(turn), "usage": usage}
 
 
 def stream(turn: ClientTurn) -> Iterator[bytes]:
-    """Yield the server-sent events of a turn: each block is one delta."""
+    """Yield the server-sent events of a turn. Each block of the message comes as one delta."""
     usage = {"input_tokens": turn.prompt_length, "output_tokens": 0}
     empty_message = {**_message_head(turn), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", {"message": empty_message})
@@ -75,12 +75,12 @@ def stream(turn: ClientTurn) -> Iterator[bytes]:
 
 
 def waiting() -> bytes:
-    """Return the event of a stream without a turn so far."""
+    """Return the event that keeps a stream open until its turn is sampled."""
     return _event("ping", {})
 
 
 def error(refused: RefusedError) -> dict[str, Any]:
-    """Return the body of an answer with an error."""
+    """Return the body of the answer to a refused request."""
     return {"type": "error", "error": {"type": refused.kind, "message": refused.text}}
 
 
@@ -94,19 +94,19 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 
 
 def _read_system(system: Any) -> str:
-    """Return the system prompt, without the line that bills a client's requests."""
+    """Return the system prompt without Claude Code's billing block, which changes with each request."""
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
     texts = [text_of([_without_marks(block)]) for block in blocks]
     return "\n".join(text for text in texts if text and not text.startswith(_BILLING))
 
 
 def _without_marks(block: Any) -> Any:
-    """Return a block without marks of caches and the like."""
+    """Return a block with its type and text alone, without fields such as `cache_control`."""
     return {"type": block.get("type"), "text": block.get("text")} if isinstance(block, dict) else block
 
 
 def _read_message(sent: Any) -> list[Message]:
-    """Return a message in our form. Results of tools come in a user's message, and become messages of role tool."""
+    """Return a sent message as messages for the chat template. Tool results in a user's message become role `tool`."""
     role = sent.get("role") if isinstance(sent, dict) else None
     if role not in ("user", "assistant", "system"):
         raise RefusedError("messages: each has a role of user, assistant")
@@ -124,7 +124,7 @@ def _read_message(sent: Any) -> list[Message]:
             results.append({"role": "tool", "content": text_of(block.get("content")), "tool_call_id": call_id})
         else:
             texts.append(text_of([_without_marks(block)]))
-    # Results come first, since they answer the calls of the turn before.
+    # Results come first, because they answer the calls of the previous turn.
     if texts or not results:
         return [*results, {"role": role, "content": "\n".join(texts)}]
     return results
@@ -165,7 +165,7 @@ def _message_head(turn: ClientTurn) -> dict[str, Any]:
 def _blocks(turn: ClientTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if turn.reasoning:
-        # pydantic-ai sends thinking without a signature back as a message of the user.
+        # With a signature, because pydantic-ai sends thinking without one back as a message of the user.
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": turn.id})
     if turn.content or not turn.calls:
         blocks.append({"type": "text", "text": turn.content})
@@ -175,7 +175,7 @@ def _blocks(turn: ClientTurn) -> list[dict[str, Any]]:
 
 
 def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return an empty block for the beginning of a stream, and the deltas to fill it."""
+    """Return an empty block for a stream, and the deltas that fill it."""
     if block["type"] == "text":
         return {"type": "text", "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":

@@ -1,4 +1,4 @@
-"""Adapter of the Chat Completions API of OpenAI: its requests, answers, streams and errors."""
+"""Adapter of OpenAI's Chat Completions API: reads requests, and writes answers, streams and errors."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _REFUSED = {
 
 
 def read(body: dict[str, Any]) -> ClientRequest:
-    """Return the turn that a request asks for. Raises RefusedError."""
+    """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     messages = [_read_message(message) for message in parameters.take("messages", list, [])]
     tools = [_read_tool(tool) for tool in parameters.take("tools", list, [])]
@@ -82,14 +82,14 @@ def read(body: dict[str, Any]) -> ClientRequest:
 
 
 def write(turn: ClientTurn) -> dict[str, Any]:
-    """Return the answer of a request that is not streamed."""
+    """Return the body of the answer to a request without streaming."""
     message = {"role": "assistant", "content": turn.content or None, **_call_fields(turn), **_reasoning_fields(turn)}
     choice = {"index": 0, "message": message, "finish_reason": turn.finish, **_extra_fields(turn)}
     return {**_completion_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
 def stream(turn: ClientTurn) -> Iterator[bytes]:
-    """Yield the server-sent events of a turn: it is one delta."""
+    """Yield the server-sent events of a turn. The whole turn comes as one delta."""
     head = _completion_head(turn, "chat.completion.chunk")
     delta: dict[str, Any] = {
         "role": "assistant",
@@ -107,12 +107,12 @@ def stream(turn: ClientTurn) -> Iterator[bytes]:
 
 
 def waiting() -> bytes:
-    """Return the comment of a stream without a turn so far."""
+    """Return the comment that keeps a stream open until its turn is sampled."""
     return b": the policy samples\n\n"
 
 
 def error(refused: RefusedError) -> dict[str, Any]:
-    """Return the body of an answer with an error."""
+    """Return the body of the answer to a refused request."""
     return {"error": {"message": refused.text, "type": refused.kind, "param": None, "code": refused.kind}}
 
 
@@ -181,7 +181,7 @@ def _usage(turn: ClientTurn) -> dict[str, Any]:
 
 
 def _extra_fields(turn: ClientTurn) -> dict[str, Any]:
-    """Return log-probs and token ids, if the client asks for them."""
+    """Return the fields of log-probs and token ids if the client asked for these."""
     fields: dict[str, Any] = {}
     if turn.request.form["logprobs"]:
         content = []

@@ -1,7 +1,7 @@
-"""A client's request for a turn, in one form for all APIs, and the error of a refused one.
+"""A client's request for a turn in one form for all APIs, and the error of a refused request.
 
-An adapter of an API reads a request into a `ClientRequest`. Parameters that the policy's distribution cannot honour are
-counted or refused, see `Parameters`.
+An API's adapter reads a request into a `ClientRequest`. Parameters that would change the policy's sampling distribution
+are counted or refused, see `Parameters`.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
 
-# Sampling belongs to the run: its log-probs are of `generation`'s distribution.
+# Parameters that the run's `generation` decides, because the trained log-probs are those of its distribution.
 SAMPLING = (
     "temperature",
     "top_p",
@@ -27,7 +27,7 @@ SAMPLING = (
 
 
 class RefusedError(Exception):
-    """A request that gets no turn. status: of HTTP; not 409, 429 or 5xx, which clients retry."""
+    """A request that gets no turn. status: HTTP status, never 409, 429 or 5xx, which make clients retry."""
 
     def __init__(self, text: str, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(text)
@@ -40,39 +40,44 @@ class RefusedError(Exception):
 class ClientRequest:
     """One request of a client for a turn of the policy."""
 
-    # Name of the model; it is sent back.
+    # Name of the model, which the answer repeats.
     model: str
-    # Conversation: role, content as text; `tool_calls` with arguments as a dict, `tool_call_id`, `name`.
+    # Conversation. Each message has role, content as text, and if sent `tool_calls` (arguments as a dict) and
+    # `tool_call_id`.
     messages: list[Message]
     tools: list[Schema]
-    # Most tokens that the client allows; None: those of the run.
+    # Most tokens of the turn; None means the run's limit.
     max_tokens: int | None = None
-    # Texts at which the turn is cut.
+    # Stop strings: the turn is cut before the first of these texts.
     stop: list[str] = field(default_factory=list)
     # Arguments of the chat template, such as enable_thinking.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    # False: no text of the turn is a tool call.
+    # False if no text of the turn may be read as a tool call.
     may_call: bool = True
     stream: bool = False
-    # Bytes of the request, and of earlier ones in its conversation.
+    # Bytes of the request's body, plus those of the earlier requests that it continues.
     size: int = 0
-    # Keys of the request that change the form of the answer alone.
+    # Values of keys that change only the form of the answer, for example `logprobs`.
     form: dict[str, Any] = field(default_factory=dict)
     # Id of the turn whose conversation the messages continue; empty if they are the whole conversation.
     continues: str = ""
-    # Names of parameters that were not honoured, as `overridden/temperature`.
+    # Names of the parameters that were not honoured, for example `overridden/temperature`.
     counted: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Parameters:
-    """Keys of a request body that are left to read. An adapter takes those that it knows."""
+    """Unread keys of a request's body. An API's adapter takes the keys that it knows."""
 
     body: dict[str, Any]
+    # Names of the parameters that were not honoured.
     counted: list[str] = field(default_factory=list)
 
     def take(self, key: str, kind: type | tuple[type, ...] = object, otherwise: Any = None) -> Any:
-        """Take the value of a key; `otherwise` where it is missing or null. Raises RefusedError for another type."""
+        """Remove a key and return its value; return `otherwise` if it is missing or null.
+
+        Raises RefusedError if the value is not of type `kind`.
+        """
         value = self.body.pop(key, None)
         if value is None:
             return otherwise
@@ -83,21 +88,21 @@ class Parameters:
         return value
 
     def take_template_kwargs(self) -> dict[str, Any]:
-        """Take the arguments of the chat template, as vLLM has them in its APIs. Raises RefusedError."""
+        """Remove and return the chat template's arguments, from the key that vLLM's APIs use. Raises RefusedError."""
         arguments: dict[str, Any] = self.take("chat_template_kwargs", dict, {})
         return arguments
 
     def ignore(self, keys: Collection[str]) -> None:
-        """Drop keys that ask for nothing of the policy."""
+        """Remove keys that ask for no change of the policy's turn."""
         for key in keys:
             self.body.pop(key, None)
 
     def override(self) -> None:
-        """Count the parameters of sampling, which the run decides."""
+        """Remove and count the sampling parameters, which the run decides."""
         self._count_keys("overridden", SAMPLING)
 
     def leave_unenforced(self, keys: Collection[str]) -> None:
-        """Count parameters that only constrained decoding could enforce: it samples from another distribution."""
+        """Remove and count parameters that need constrained decoding. It samples from another distribution."""
         self._count_keys("unenforced", keys)
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
@@ -107,7 +112,7 @@ class Parameters:
                 raise RefusedError(f"{key}: {reason}")
 
     def count_rest(self) -> list[str]:
-        """Count the keys that nothing has read; return the names of all keys that were not honoured."""
+        """Remove and count the remaining keys; return the names of all parameters that were not honoured."""
         self._count_keys("ignored", [key for key in self.body if key.isidentifier() and len(key) <= 40])
         return self.counted
 
@@ -116,7 +121,7 @@ class Parameters:
 
 
 def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "output_text")) -> str:
-    """Return the text of a message's content: text, null, or a list of parts of text. Raises RefusedError."""
+    """Return the text of a message's content, which is text, null or a list of text parts. Raises RefusedError."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -132,14 +137,14 @@ def text_of(content: Any, kinds: Collection[str] = ("text", "input_text", "outpu
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number that a text of digits writes; None for other text."""
+    """Return the number in a text of digits; None for other text."""
     return int(text) if text.isdecimal() else None
 
 
 def function_schema(function: Any) -> Schema:
-    """Return the schema of a tool with a name, a description and the properties of its parameters.
+    """Return a client's function as a tool schema. A missing description or parameters become empty.
 
-    Raises RefusedError.
+    Raises RefusedError for a function without a name.
     """
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RefusedError("tools: each must be a function with a name")
@@ -156,16 +161,16 @@ def function_schema(function: Any) -> Schema:
 
 
 def read_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
-    """Return a tool call of an earlier turn as templates take it. arguments: JSON text, or an object."""
+    """Return a tool call of an earlier turn in the form for chat templates. arguments: JSON text, or an object."""
     if isinstance(arguments, str):
-        # Text that is no JSON stays text: the template writes it as it is.
+        # Text that is no JSON stays text, and the template writes it unchanged.
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
     return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 
 def check_messages(messages: list[Message]) -> list[Message]:
-    """Return messages that a turn can follow. Raises RefusedError."""
+    """Return the messages. Raises RefusedError if there are none or the last one is the assistant's."""
     if not messages:
         raise RefusedError("messages: there are none")
     if messages[-1]["role"] == "assistant":

@@ -1,4 +1,4 @@
-"""Turn of the policy, as its client reads it: text, thinking, tool calls, and the tokens behind them."""
+"""Turn of the policy, as its client reads it: text, thinking, tool calls, and the sampled tokens."""
 
 import time
 from bisect import bisect_left
@@ -19,7 +19,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class NumberedCall:
-    """A tool call with the id that its result names."""
+    """A tool call with its id, which the message with the tool's result repeats."""
 
     id: str
     name: str
@@ -28,25 +28,28 @@ class NumberedCall:
 
 @dataclass(frozen=True)
 class ClientTurn:
-    """One sampled turn, up to the text at which the client cut it."""
+    """One sampled turn, cut at the client's first stop string."""
 
     request: ClientRequest
     # Number of the request in its session.
     number: int
     id: str
+    # Number of tokens of the prompt.
     prompt_length: int
     # Sampled tokens up to the cut, and the log-prob of each.
     tokens: list[int]
     log_probs: list[float]
     # Text of the tokens without the token that ended the turn.
     text: str
-    # Thinking, and the text outside of thinking and calls.
+    # Text of the thinking.
     reasoning: str
+    # Text outside of thinking and calls.
     content: str
     calls: list[NumberedCall]
+    # Number of malformed calls.
     malformed: int
     finish: FinishReason
-    # Stop at which the turn was cut; empty if it was not cut.
+    # Stop string at which the turn was cut; empty if it was not cut.
     stop: str
     chat: Chat
     created: int = field(default_factory=lambda: int(time.time()))
@@ -65,7 +68,10 @@ def read_turn(
     chat: Chat,
     tool_format: str | None,
 ) -> ClientTurn:
-    """Read a sampled turn."""
+    """Return a sampled turn as its client gets it: cut at the request's stop strings, with its calls parsed.
+
+    session: id of the session. tool_format: format of the tool calls; None if no text is a call.
+    """
     tokens = sampled.tokens
     log_probs = sampled.log_probs
     finish = sampled.finish
@@ -84,7 +90,7 @@ def read_turn(
     formed = [call for call in turn.calls if isinstance(call, ToolCall)]
     malformed = len(turn.calls) - len(formed)
     calls: list[NumberedCall] = []
-    # One call that cannot be read makes text of the whole turn: the agent sees the turn as it was sampled.
+    # If one call is malformed, the agent gets all calls as text, as they were sampled.
     if not malformed:
         for index, call in enumerate(formed):
             # Nine letters and digits: Mistral's template takes no other ids.
@@ -109,7 +115,10 @@ def read_turn(
 
 
 def find_cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the length of the shortest prefix of `tokens` with a stop in its text, and the stop; None without one."""
+    """Return the length of the shortest prefix of `tokens` with a stop string in its text, and the string.
+
+    Return None if the text has no stop string.
+    """
 
     def has_stop(stop: str, end: int) -> bool:
         return stop in chat.decode(tokens[: end + 1])

@@ -1,7 +1,8 @@
-"""HTTP server of a process's agents: `/sessions/ID/v1/...`, on its own thread.
+"""HTTP server for the agents of one environment process: `/sessions/ID/v1/...`, on its own thread.
 
-A session is named in the path and guarded by its secret, so that every SDK, command line and subprocess reaches its own
-session alone. The server refuses wrong keys, wrong paths and bodies that are too large, and prints each cause once.
+Each agent has a session. The path names the session and the API key is its secret, so that every SDK, command line and
+subprocess reaches only its own session. The server refuses wrong keys, wrong paths and bodies that are too large, and
+prints each cause once.
 """
 
 import asyncio
@@ -30,28 +31,28 @@ from rlctl.environments.agents.client_turn import ClientTurn
 from rlctl.environments.agents.history import ToolSets
 from rlctl.utils.ports import reached_at
 
-# Bytes of a request.
+# Most bytes of a request's body.
 MAX_BODY = 64 << 20
-# Seconds that an idle connection stays open: longer than the SDKs' own limits.
+# Seconds that an idle connection stays open: longer than the SDKs keep it, so that the client closes it.
 _IDLE_S = 75.0
-# Rounds of the event loop until the lost connection of a retry's first attempt is known.
+# Rounds of the event loop before a retry is judged. By then the lost connection of its first attempt is known.
 _RETRY_ROUNDS = 4
 # Some SDKs add `/v1` to a base address that has it already.
 _PATH = re.compile(r"/sessions/(?P<id>[0-9a-f]{16})(?:/v1){0,2}(?P<rest>/.*)?")
-# An API: how a request is read, an answer and an error are written. Each is a module.
+# Path of an API -> module that reads its requests and writes its answers and errors.
 APIS: dict[str, ModuleType] = {
     "/chat/completions": chat_completions,
     "/messages": anthropic_messages,
     "/responses": responses,
 }
-# A stream begins after this many seconds without a turn: errors before that have their own status.
+# Seconds that a streaming answer waits for the turn before it begins. An error in this time gets its own HTTP status.
 _STREAM_S = 3.0
-# Seconds between two comments in a stream without a turn.
+# Seconds between two comments that keep a stream open until the turn is sampled.
 _COMMENT_S = 10.0
 
 
 class Endpoint:
-    """Server of one process. Sessions belong to its event loop, `loop`.
+    """Server of one environment process. Only its event loop, `loop`, uses the sessions.
 
     bind: address to listen on.
     """
@@ -71,13 +72,13 @@ class Endpoint:
             raise self._error
 
     def url(self, session: AgentSession) -> str:
-        """Return the base address of a session, as the `openai` SDK takes it."""
+        """Return the base URL of a session, as the `openai` SDK takes it."""
         host = reached_at(self._bind)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/sessions/{session.id}/v1"
 
     @property
     def listens(self) -> bool:
-        """True unless code of the process closed the listener, whose descriptor another file may have since."""
+        """False if user code of this process closed the listener. Another file may have its descriptor since then."""
         try:
             if os.fstat(self._listener.fileno()).st_ino != self._inode:
                 return False
@@ -86,11 +87,11 @@ class Endpoint:
             return False
 
     def open(self, session: AgentSession) -> None:
-        """Serve a session."""
+        """Accept requests for a session."""
         self._sessions[session.id] = session
 
     def close(self, session: AgentSession) -> None:
-        """Serve a session no more."""
+        """Refuse requests for a session from now on."""
         session.seal()
         self._sessions.pop(session.id, None)
 
@@ -98,7 +99,7 @@ class Endpoint:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._listen())
-        except BaseException as error:  # the thread that made the endpoint raises it
+        except BaseException as error:  # the constructor raises it in its thread
             self._error = error
             return
         finally:
@@ -147,13 +148,13 @@ class Endpoint:
             return web.json_response(api.error(error), status=error.status)
         except ConnectionError:
             return web.Response()  # nobody reads this response
-        except Exception as error:  # our defect: the agent gets an error, and others go on
+        except Exception as error:  # a defect of rlctl: this agent gets an error, and other agents go on
             self._print_refusal(request, f"a request that cannot be read: {traceback.format_exc()}")
             refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
             return web.json_response(api.error(refused), status=refused.status)
 
     def _find_session(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
-        """Return the session of a request, and the path below it. Raises RefusedError."""
+        """Return the session of a request, and the rest of the path. Raises RefusedError."""
         path = _PATH.fullmatch(request.path)
         if path is None:
             self._print_refusal(request, "a path outside of any session")
@@ -162,7 +163,7 @@ class Endpoint:
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
         key = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        # Clients try the address by a HEAD without a key.
+        # Clients probe the address by a HEAD request without a key.
         if key or request.method != "HEAD":
             if not hmac.compare_digest(key.encode(), session.secret.encode()):
                 self._print_refusal(request, "a session without its key")
@@ -197,7 +198,7 @@ class Endpoint:
     async def _deliver_turn(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
     ) -> web.StreamResponse:
-        """Answer a request with a turn once the turn is sampled."""
+        """Wait until a turn is sampled, and send it. Raises ConnectionResetError if the client has disconnected."""
         gone = _connection(request).gone
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         flight.wait(gone)
@@ -245,7 +246,7 @@ class Endpoint:
 
 
 class Connection(web.RequestHandler):
-    """One connection. gone: done once the connection is lost."""
+    """One client's connection. `gone` is done once the connection is lost."""
 
     def __init__(self, http: web.Server, logger: logging.Logger) -> None:
         loop = asyncio.get_running_loop()
@@ -264,17 +265,17 @@ class Connection(web.RequestHandler):
 
 
 class RefusalLog(logging.Handler):
-    """Printer of refused requests and of the HTTP library's errors. Each cause is printed once."""
+    """Log of refused requests and of the HTTP library's errors on standard error. Each cause is printed once."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self._printed: set[str] = set()
-        # Takes the errors of the HTTP library, which would print a traceback for each.
+        # The HTTP library logs its errors here. Its own logger would print a traceback for each error.
         self.logger = logging.Logger("rlctl.agents", logging.ERROR)
         self.logger.addHandler(self)
 
     def print_once(self, peer: str, cause: str) -> None:
-        """Print a refused request, unless a request was printed for this cause."""
+        """Print a refused request, unless this cause was printed before."""
         if cause not in self._printed:
             self._printed.add(cause)
             print(f"agents' endpoint: {peer} asked for {cause}, and was refused", file=sys.stderr, flush=True)
@@ -287,14 +288,14 @@ class RefusalLog(logging.Handler):
 async def _send_turn(
     request: web.BaseRequest, session: AgentSession, turn: ClientTurn, response: web.StreamResponse, events: bytes = b""
 ) -> web.StreamResponse:
-    """Send a turn, a part of the rollout from now on. Raises ConnectionResetError if its client is gone.
+    """Send a turn, and make it a part of the rollout. Raises ConnectionResetError if the client has disconnected.
 
-    events: those of a stream; empty for a whole response.
+    events: events of the turn for a streaming answer; empty if `response` has the whole body.
     """
     transport = request.transport
     if transport is None or transport.is_closing():
         raise ConnectionResetError
-    # Before the last byte: the agent may end as soon as it has that byte.
+    # Before the last byte is sent, because the agent may end as soon as it has that byte.
     session.deliver(turn)
     if events:
         await response.write(events)
@@ -327,6 +328,6 @@ def _models() -> dict[str, Any]:
 
 
 def _raise_file_limit() -> None:
-    """Raise this process's limit of open files as far as it may: each of many agents has several connections."""
+    """Raise this process's limit of open files to the hard limit, because each agent has several connections."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,10 +1,10 @@
-"""Turns of one session by the messages before them: a request that continues one keeps its sampled tokens.
+"""History of one session: finds the turn that a request continues. The turn then keeps its sampled tokens.
 
     request: system, user, assistant', tool      assistant' means the same as turn 0
-          -> after turn 0: the tokens of its path, and those of the tool's message
+          -> continues turn 0: the tokens up to turn 0, then the tokens of the tool's message
 
-Messages are compared by meaning (`message_key`): clients drop thinking, serialise arguments anew, and move marks of
-caches. A conversation without a known turn begins a new path.
+Messages are compared by meaning (`message_key`), because clients drop thinking, serialise arguments in another way, and
+move cache marks. A conversation without a known turn begins a new sequence of tokens.
 """
 
 import ast
@@ -24,23 +24,23 @@ from rlctl.environments.contract import Message
 from rlctl.environments.tool_schema import Schema
 from rlctl.utils.user_code import shorten_text
 
-# Requests that a new one is compared with, to name the rewritten part.
+# Number of last requests that a new request is compared with, to name the message that the client rewrote.
 _COMPARED = 16
-# Sets of tools that a process keeps.
+# Most sets of tools that a process keeps.
 _TOOL_SETS = 64
-# Characters of new messages, as JSON: they reach the driver in one reply of the process.
+# Most characters of a request's new messages as JSON, because they reach the driver in one reply of the process.
 MAX_NEW = 2 << 20
-# Words of smolagents before the calls of a turn.
+# Words that smolagents writes before the calls of a turn.
 _CALLING = "Calling tools:\n"
 # Most characters of such calls that are read.
 _LONGEST_CALLS = 1 << 15
 
 
 def message_key(message: Message) -> str:
-    """Return a text that two messages of one meaning share.
+    """Return a text that is equal for two messages with the same meaning.
 
-    Ids of calls, thinking and the blanks around an assistant's text mean nothing; arguments are compared as JSON. Calls
-    mean the same as a list or as text.
+    The key leaves out call ids, thinking, and the blanks around an assistant's text. Arguments are compared as JSON.
+    Calls in the field `tool_calls` equal the same calls written out in the content.
     """
     content = message["content"]
     if message["role"] == "assistant":
@@ -53,10 +53,7 @@ def message_key(message: Message) -> str:
 
 @lru_cache(maxsize=512)
 def _read_written_calls(content: str) -> tuple[str, list[list[Any]]]:
-    """Return a turn's text and the calls that smolagents wrote behind it.
-
-    Its code agents write the code of the text once more, as a call: that is no call.
-    """
+    """Return a turn's text, and smolagents' calls behind it. A call that only repeats code of the text is left out."""
     text, _, written = content.rpartition(_CALLING)
     try:
         if len(written) > _LONGEST_CALLS:
@@ -88,11 +85,11 @@ class KnownTurn:
     """One sampled turn and its conversation."""
 
     number: int
-    # All messages up to the turn, which is the last one, as the template gets them.
+    # All messages up to the turn, which is the last one, as the chat template gets them.
     messages: list[Message]
-    # Number of tokens of its path, the turn included.
+    # Number of tokens of the conversation, the turn included.
     length: int
-    # Tokens of the turn.
+    # Sampled tokens of the turn.
     tokens: list[int]
 
 
@@ -100,40 +97,38 @@ class KnownTurn:
 class PlacedRequest:
     """Place of a request among the turns of its session."""
 
-    # Number of the turn that it continues; None for a new conversation.
+    # Number of the turn that the request continues; None for a new conversation.
     after: int | None
-    # Tokens that follow the turn's, and the length of the whole prompt.
+    # Tokens of the prompt behind that turn (all tokens for a new conversation), and length of the whole prompt.
     tokens: list[int]
     length: int
     tools: list[Schema]
-    # All messages, as the template gets them.
+    # All messages, as the chat template gets them.
     messages: list[Message]
-    # Number of messages, at the end, that no earlier request had.
+    # Number of messages at the end that no earlier request had.
     new_count: int
-    # Chained hash of the messages.
+    # Chained hash of the tools and all messages.
     chain: bytes
-    # Reason why no row goes on although the session has turns; empty if it goes on.
+    # Reason why the request continues no turn although the session has turns; empty if it continues one.
     rewritten: str
-    # Control tokens that the messages spell.
+    # Control tokens that the messages' texts spell out.
     spelled: list[str]
-    # Roles of new messages that the chat template leaves out.
+    # Roles of the new messages that the chat template leaves out.
     unwritten: list[str]
-    # Key of each message, with the schemas of the tools and the template's arguments in front.
+    # First the key of the tools and the template's arguments, then the key of each message.
     keys: list[str]
 
 
 class ToolSets:
-    """Tools of all sessions of a process, which nearly always are the same: each set is one object.
-
-    unwritten: trials of the template, which the sessions share too.
-    """
+    """Sets of tools, shared by all sessions of a process. Equal sets, which are the usual case, become one object."""
 
     def __init__(self) -> None:
+        # Finds messages that the chat template leaves out.
         self.unwritten = UnwrittenMessages()
         self._sets: dict[str, tuple[str, list[Schema]]] = {}
 
     def share_set(self, tools: list[Schema]) -> tuple[str, list[Schema]]:
-        """Return the key of a set, shared by sets of one meaning, and the first object that was equal to the set."""
+        """Return a set's key, equal for any order of the JSON keys, and the first object that was equal to the set."""
         text = json.dumps(tools)
         if text in self._sets:
             return self._sets[text]
@@ -144,22 +139,23 @@ class ToolSets:
 
 
 class SessionHistory:
-    """Turns of one session. tools: those of all sessions."""
+    """Turns of one session. tools: sets of tools that all sessions share."""
 
     def __init__(self, chat: Chat, tools: ToolSets) -> None:
         self.chat = chat
         self._tools = tools
+        # By the chained hash of the tools and of all messages up to the turn.
         self._turns: dict[bytes, KnownTurn] = {}
-        # `PlacedRequest.keys` of earlier requests.
+        # `PlacedRequest.keys` of the last requests.
         self._requests: list[list[str]] = []
-        # One object for each key and message, since each request brings them again.
+        # One object for each key and message, because each request repeats the earlier ones.
         self._keys: dict[str, str] = {}
         self._messages: dict[str, Message] = {}
 
     def place(self, request: ClientRequest) -> PlacedRequest:
-        """Find the turn that a request continues, and render the messages behind it.
+        """Find the turn that a request continues, and encode the messages behind it.
 
-        Raises RefusedError for messages that the template refuses.
+        Raises RefusedError for messages that the chat template refuses.
         """
         key, tools = self._tools.share_set(request.tools)
         unknown = self.chat.unknown_kwargs(request.template_kwargs)
@@ -208,7 +204,7 @@ class SessionHistory:
         self._requests.append(place.keys)
 
     def share_objects(self, request: ClientRequest, place: PlacedRequest) -> ClientRequest:
-        """Return a request with the objects of earlier requests in place of equal messages and tools."""
+        """Return a request in which equal messages and tools are the objects of earlier requests, to save memory."""
         messages = []
         for key, message in zip(place.keys[1:], request.messages):
             first_message = self._messages.setdefault(key, message)
@@ -216,14 +212,14 @@ class SessionHistory:
         return replace(request, messages=messages, tools=place.tools)
 
     def add(self, place: PlacedRequest, turn: ClientTurn) -> None:
-        """Add a turn that was sampled at a place."""
+        """Add the turn that was sampled for a request, so that a later request can continue it."""
         known_turn = KnownTurn(
             number=turn.number,
             messages=[*place.messages, {"role": "assistant", "content": turn.text}],
             length=place.length + len(turn.tokens),
             tokens=turn.tokens,
         )
-        # Some clients put a stop back behind the text, also if the turn was not cut there.
+        # Some clients append a stop string to the text, even if the turn was not cut at it.
         for stop in ("", *turn.request.stop):
             message = turn_message(turn, turn.content + stop)
             self._turns[_chain_hash(place.chain, message_key(message))] = known_turn
@@ -232,18 +228,18 @@ class SessionHistory:
         return self._render(lambda variant: chat.prompt(variant, tools).tokens, messages)
 
     def _following_tokens(self, chat: Chat, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
-        """Return the tokens between a turn and the next one."""
+        """Return the tokens between a turn and the next turn: those of the added messages."""
         stops = frozenset(chat.ends.stops)
         count = len(turn.messages) - 1
 
         def render(messages: list[Message]) -> list[int]:
             return chat.link(messages[:count], messages[count:], tools).tokens_after(turn.tokens, stops)
 
-        # A second system message may stand before the turn, another behind it.
+        # All messages together, because `_render` must change every system message but the first.
         return self._render(render, [*turn.messages[:-1], *added])
 
     def _render(self, render: Any, messages: list[Message]) -> list[int]:
-        """Return the tokens of messages. A template that takes one system message gets later ones as the user's."""
+        """Return the tokens of messages. If a template takes one system message only, later ones become the user's."""
         later_messages = [
             {**message, "role": "user"} if message["role"] == "system" else message for message in messages[1:]
         ]
@@ -258,7 +254,7 @@ class SessionHistory:
         raise RefusedError(shorten_text(reason))
 
     def _nearest_request(self, keys: list[str]) -> tuple[int, list[str]]:
-        """Return how many first keys the nearest earlier request shares, and that request's keys."""
+        """Find the earlier request that shares most first keys; return the number of shared keys, and its keys."""
         most_common = 0
         nearest: list[str] = []
         for request_keys in reversed(self._requests):
@@ -275,7 +271,7 @@ def _chain_hash(chain: bytes, key: str) -> bytes:
 
 
 def _describe_difference(keys: list[str], nearest: list[str], common: int) -> str:
-    """Return in words where a request leaves the nearest earlier one. keys: tools first, then the messages."""
+    """Describe where a request first differs from its nearest earlier request, after `common` equal first keys."""
     if common == 0:
         return "the tools or the arguments of the chat template are others"
     if common >= len(keys):

@@ -1,4 +1,4 @@
-"""Adapter of the Responses API of OpenAI: its requests, answers, streams and errors."""
+"""Adapter of OpenAI's Responses API: reads requests, and writes answers, streams and errors."""
 
 import json
 from collections.abc import Iterator
@@ -35,14 +35,14 @@ _REFUSED = {
     "conversation": "this endpoint keeps none: send the items, or previous_response_id",
     "prompt": "this endpoint keeps no prompts",
 }
-# These are the same in both APIs.
+# Equal in the Chat Completions API.
 error = chat_completions.error
 stream_error = chat_completions.stream_error
 waiting = chat_completions.waiting
 
 
 def read(body: dict[str, Any]) -> ClientRequest:
-    """Return the turn that a request asks for. Raises RefusedError."""
+    """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     instructions = parameters.take("instructions", str, "")
     sent = parameters.take("input", (str, list), [])
@@ -65,7 +65,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
     previous_id = parameters.take("previous_response_id", str, "")
     return ClientRequest(
         model=parameters.take("model", str, "policy"),
-        # A continued response brings no opening: the session puts it before these messages.
+        # A request that continues a response has only new messages. The session adds the earlier ones and checks all.
         messages=messages if previous_id else check_messages(messages),
         tools=tools,
         max_tokens=parameters.take("max_output_tokens", int),
@@ -78,7 +78,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
 
 
 def write(turn: ClientTurn) -> dict[str, Any]:
-    """Return the answer of a request that is not streamed."""
+    """Return the body of the answer to a request without streaming."""
     is_cut = turn.finish == "length"
     usage = {
         "input_tokens": turn.prompt_length,
@@ -96,7 +96,7 @@ def write(turn: ClientTurn) -> dict[str, Any]:
 
 
 def stream(turn: ClientTurn) -> Iterator[bytes]:
-    """Yield the server-sent events of a turn: each item is one delta."""
+    """Yield the server-sent events of a turn. Each item of the output comes as one delta."""
     response = write(turn)
     empty_response = {**_response_head(turn, "in_progress"), "output": [], "usage": None}
     events: list[tuple[str, dict[str, Any]]] = [
@@ -112,7 +112,7 @@ def stream(turn: ClientTurn) -> Iterator[bytes]:
 
 
 def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of one item of the output."""
+    """Yield (type, fields) of each event of one item of the output."""
     place = {"output_index": index, "item_id": item["id"]}
     if item["type"] == "message":
         (part,) = item["content"]
@@ -133,7 +133,7 @@ def _item_events(index: int, item: dict[str, Any]) -> Iterator[tuple[str, dict[s
 
 
 def _read_items(items: list[Any]) -> list[Message]:
-    """Return items in our form. The items of one turn of the assistant become one message."""
+    """Return sent items as messages for the chat template. The items of one assistant turn become one message."""
     messages: list[Message] = []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
@@ -161,10 +161,10 @@ def _read_items(items: list[Any]) -> list[Message]:
 
 
 def _read_tools(tools: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions, and the kinds of the other tools, which the policy does not see.
+    """Return the schemas of the functions, and the kinds of all other tools, which the policy does not see.
 
-    Codex brings a web search, namespaces and tools of free text besides its functions, and works without them. Raises
-    RefusedError if no tool is a function.
+    Codex sends a web search, namespaces and free-text tools too, and works without these. Raises RefusedError if there
+    are tools and none is a function.
     """
     functions: list[Any] = []
     hosted_kinds: list[str] = []

@@ -1,4 +1,4 @@
-"""Agents that are functions: a thread each, and one event loop for all that are coroutines."""
+"""Agents that are functions. Each runs on its own thread; all async functions share one event loop."""
 
 import asyncio
 import inspect
@@ -18,15 +18,15 @@ from rlctl.environments.episode import run_action
 from rlctl.utils.user_code import shorten_text
 
 Agent = Callable[[AgentTask, str, str], Any]
-# Event loop of all agents that are coroutines.
+# Event loop of all agents that are async functions.
 _COROUTINES = CoroutineLoop()
-# Seconds that a coroutine may wait to begin, before one line says so.
+# Seconds after which the late start of a coroutine is printed, once.
 _LATE_S = 5.0
 _late_noted = threading.Event()
 
 
 def read_agent(function: Any) -> list[str]:
-    """Return the reasons why a function cannot be called as `run(task, base_url, api_key)`."""
+    """Return the reasons why a function cannot be called as `run(task, base_url, api_key)`; empty if it can."""
     name = str(getattr(function, "__name__", function))
     if not callable(function):
         return [f"must be `def run(task, base_url, api_key)`, not a {type(function).__name__}"]
@@ -38,20 +38,20 @@ def read_agent(function: Any) -> list[str]:
 
 
 def announce(task: AgentTask, base_url: str, api_key: str) -> None:
-    """Write the address and the key into the file that the row names, and wait for ever: a person's client asks for
-    turns."""
+    """Write a session's address and key into the row's `file`, and never return: a person's client sends requests."""
     Path(task.row["file"]).write_text(json.dumps({"base_url": base_url, "api_key": api_key}))
     threading.Event().wait()
 
 
 def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
-    """Call a function in its own thread: one that blocks holds up no other. A coroutine runs on the process's loop.
+    """Call an agent's function in its own thread, so that agents can block. Return a function that stops the agent.
 
-    Clients of asyncio belong to one loop, and most SDKs keep one client a process. Returns a function that stops the
-    agent: it cancels a coroutine, and cannot end a thread, which is only cut off from its session.
+    All coroutines run on one event loop of the process, because an async client works on one loop only and most SDKs
+    keep one client a process. The returned function cancels a coroutine. It cannot end a thread, which loses its
+    session.
     """
     is_stopped = threading.Event()
-    # The coroutine's task, once it has begun.
+    # The coroutine's task once it has started; at most one.
     tasks: list[asyncio.Task[Any]] = []
 
     async def await_coroutine(coroutine: Coroutine[Any, Any, Any], start: float) -> Any:
@@ -72,7 +72,7 @@ def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
         seeding.use(call.generator)
         name = str(getattr(function, "__name__", "agent"))
         outcome = run_action(name, call_function, function, __file__)
-        with suppress(RuntimeError):  # the process is about to end
+        with suppress(RuntimeError):  # the loop is closed, because the process is about to end
             call.loop.call_soon_threadsafe(call.on_end, outcome)
 
     def stop() -> None:
@@ -85,7 +85,7 @@ def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
 
 
 def _note_late(seconds: float) -> None:
-    """Print once that a coroutine waited long for the loop."""
+    """Print once that a coroutine waited longer than `_LATE_S` seconds for the loop."""
     if seconds > _LATE_S and not _late_noted.is_set():
         _late_noted.set()
         problem = (
