@@ -114,7 +114,7 @@ class FunctionEpisode:
         self._generator = random.Random()
         # Number of callbacks that the function's tasks have scheduled.
         self._count = CallbackCount()
-        # That number at the last check of the function's progress.
+        # Number of callbacks at the last check of the progress.
         self._callbacks_seen = 0
         self._is_check_scheduled = False
         self._task: asyncio.Task[Any] | None = None

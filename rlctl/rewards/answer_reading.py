@@ -1,7 +1,7 @@
-r"""Reading of a final answer: a choice, words, or a formula in LaTeX. Pure text; `mathematics.py` compares formulas.
+r"""Reading of a final answer as a choice, as words, or as a formula in LaTeX. Pure text; `mathematics.py` compares.
 
-The reference decides how an answer is read. Letters of a choice and words are compared as such: a formula reads a word
-as a product of its letters.
+The reference answer decides the kind. A choice and words are compared as text, because the reader of formulas takes a
+word as the product of its letters.
 """
 
 import re
@@ -25,56 +25,57 @@ _ROOT_SIGN = re.compile(r"√\s*(?:\((?P<group>[^()]*)\)|(?P<atom>\d+(?:\.\d+)?|
 _FRACTION_SIGN = re.compile("[¼-¾⅐-⅞]")
 
 _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
-# A number, or numbers with signs between them.
+# A number, or several numbers with operators between them.
 _SUM = rf"(?<![\w.\\^{{}}])[-+]?{_NUMBER}(?:\s*[-+*/^:=]\s*-?{_NUMBER})*(?:\s*(?:\\?%|percent\b))?"
-# Dollars enclose a formula by Pandoc's rule, or with blanks at both ends: `$5 and $7` is money.
+# A formula between delimiters. Dollars enclose a formula by Pandoc's rule, or with blanks inside both dollars: the
+# dollars of `$5 and $7` are money.
 _SPAN = (
     r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)"
     r"|(?<![\\$\d])\$(?:(?![\s$])(?:[^$\n]*[^\s\\$])?|[ \t]+[^$\n]*[ \t])\$(?!\d)"
 )
 _FORMULA = re.compile(rf"(?P<span>{_SPAN}|-?\\[dt]?frac\{{[^{{}}]*\}}\{{[^{{}}]*\}})|{_SUM}", re.DOTALL)
 _JOINS_FORMULAS = re.compile(r"\s*(?:,?\s*and|,?\s*or|,)\s*", re.IGNORECASE)
-# The text behind a negation is not the answer.
+# Words of a negation. The text behind them is not the answer.
 _NEGATION = re.compile(r"(?<!\\)\bnot\b|n't\b|\b(?:rather\s+than|instead\s+of)\b", re.IGNORECASE)
 
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf)?|math(?:rm|bf|it|sf)|mbox|boxed|fbox)\s*\{([^{}]*)\}")
-# Two stars between operands are a power.
+# Markdown's emphasis. Two stars between operands are a power, so they do not match.
 _EMPHASIS = re.compile(r"(?<![\w)}])\*\*|\*\*(?![\w(\\])|__|`")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 _DELIMITERS = re.compile(r"^(?:\$\$?|\\[\[(])|(?:\$\$?|\\[\])])$")
 _LETTERS = frozenset(ascii_letters)
 _COMMAND = re.compile(r"\\[A-Za-z]+|\\.")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-# Words of formulas and of lists of values.
+# Words that may occur in formulas and in lists of values.
 _FORMULA_WORD = re.compile(
     "and|or|either|both|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp|sqrt|pi|inf|infinity|infty|max|min|gcd|lcm|mod"
     "|det|lim|deg|alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|sigma|percent|percentage|pct|[pbv]?matrix|cases"
     "|array|aligned",
     re.IGNORECASE,
 )
-# Two to four different letters that are a product of variables, and no word: why and try are words.
+# Two to four different letters that are a product of variables, such as xy, and no word, such as why or try.
 _PRODUCT = re.compile(r"(?=.{2,4}$)(?!.*(.).*\1)(?!(?=.{3})[^x]*y)(?:[bcdhkmnpqrstuvwxyz]+|a[bcdxyz]+)")
 _ABBREVIATION = re.compile("[A-Z]{2,}")
 _INITIAL = re.compile(r"(?<![A-Za-z])[A-Z]\.\s*$")
 _UNIT = re.compile(r"(?<=[\d})\s])\s*(?P<unit>[A-Za-z]+(?:[ /]+[A-Za-z]+)*)\.?(?:\s*\^\{?\d\}?)?\s*$")
 _SHORT_UNIT = re.compile("[kmcd]?[mgl]|[shL]|ft|mph|hr|yd|lb")
-# These are functions too, but an argument follows a function.
+# Units that are also names of functions. At the end of a text they are units, because no argument follows.
 _UNIT_AND_FUNCTION = re.compile("min|sec|deg")
 _MAGNITUDE = re.compile("hundred|thousand|[mbtr]+illion|dozen", re.IGNORECASE)
 _TWO_NUMBERS = re.compile(r"(?<!_)\d\s+\d")
 
 _LETTER = "[A-J]"
-# A letter in brackets, or one that a sign or nothing follows.
+# A choice: a letter in brackets, or a letter before a sign or before the end.
 _CHOICE = re.compile(rf"(?:[Oo]ption|[Cc]hoice)?\s*(?:\(({_LETTER})\)|({_LETTER})(?:[).:]|\s*$))")
 _SMALL_CHOICE = re.compile(r"\(?([a-j])\)?")
-# A letter and its reason; A and I are words too.
+# A letter before its reason, such as "B because". A and I are left out, because they are also words.
 _CHOICE_IN_PROSE = re.compile(
     r"(?:[Oo]ption|[Cc]hoice)?\s*([B-HJ])(?=,|;|\s+(?:because|since|as|is|(?:(?:and|but)\s+)?not|rather|instead)\b|\s+[^\w\s]|\s+\d)"
 )
 _SECOND_CHOICE = re.compile(rf"\W*(?:or\b|and\b|/|&|,)\W*{_LETTER}\b(?!')")
 _BRACKETED_CHOICE = re.compile(rf"\(({_LETTER})\)")
 _VERDICTS = frozenset(("right", "correct", "wrong", "incorrect"))
-# Beginning of a reason or of a further sentence.
+# First word of a reason or of another sentence.
 _CLAUSE = re.compile(
     r"\W*(?:the|an?|which|who|where|because|since|as|so|i|you|he|she|it|we|they|this|that|these|those|there|not)\b"
 )
@@ -97,19 +98,19 @@ _SPACING = re.compile(r"\\(?:[,;:! ]|q?quad(?![A-Za-z]))|~")
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference answer as it is compared."""
+    """A reference answer in the form that answers are compared with."""
 
     kind: Kind
     # Letter of the choice, words in lower case, or LaTeX.
     text: str
-    # True for the last formula of a written solution: where it is `x^2 = 9`, 9 is right too.
+    # True if the formula is the last one of a written solution. For `x^2 = 9` the answer 9 is then right too.
     is_prose: bool = False
     # Text behind the letter of a choice.
     label: "Reference | None" = None
 
 
 def read_reference(answer: str) -> Reference | None:
-    """Return a reference answer as it is compared; None for an empty one."""
+    """Return a reference answer in the form that answers are compared with; None for an empty answer."""
     final_answer = next(find_answers(plain_signs(answer), is_list=True), None)
     if final_answer is None:
         return None
@@ -127,9 +128,9 @@ def read_reference(answer: str) -> Reference | None:
 
 
 def read_choice(final_answer: FinalAnswer) -> tuple[str, str] | None:
-    """Return the letter of the choice that an answer names, and its text; None where it names none, or several.
+    """Return the letter of an answer's choice and the text of the choice; None if it names no letter or several.
 
-    A reason behind the letter is no text of the choice.
+    The text is empty if only a letter or a letter with a reason is given.
     """
     text = _strip_markup(final_answer.text).strip(" $")
     if small_choice := _SMALL_CHOICE.fullmatch(text):
@@ -147,9 +148,10 @@ def read_choice(final_answer: FinalAnswer) -> tuple[str, str] | None:
 
 
 def has_words(final_answer: FinalAnswer, words: str) -> bool | None:
-    """Return True if a whole answer is `words`, or the last line of a text, or the beginning of a statement.
+    """Return True if an answer is `words`: the whole answer, the last line of a text, or the beginning of a statement.
 
-    Lists of words may have another order. None for "the answer is right" and the like, which states no answer.
+    Words of a list may come in any order. Return None for a statement such as "the answer is right", which gives no
+    answer.
     """
     text = final_answer.text
     if final_answer.place == "text":
@@ -165,21 +167,21 @@ def has_words(final_answer: FinalAnswer, words: str) -> bool | None:
 
 
 def read_words(text: str) -> str:
-    """Return a text without markup, in lower case, with single blanks, without an article before it."""
+    """Return a text in lower case with single blanks, without markup, outer punctuation and a first article."""
     words = " ".join(_SPACING.sub(" ", _strip_markup(text)).casefold().split()).strip(" $.,;:!?\"'()*\\")
     article, _, rest = words.partition(" ")
     return rest if rest and article in ("a", "an", "the") else words
 
 
 def read_formula(final_answer: FinalAnswer, gold: str | None = None) -> str | None:
-    """Return the LaTeX of a whole answer, else one of its formulas or numbers; None without one.
+    """Return the LaTeX of an answer that is a formula as a whole, else of one formula or number in it; None without.
 
-    A stated answer gives its first formula, a text its last one, a tag its only one. gold: the reference's formula,
-    whose variables are no unit and no word.
+    Of a statement the first formula is taken, of a text the last one, of a tag the only one. gold: the reference's
+    formula. Its variables are read as variables, not as units or words.
     """
     variables = None if gold is None else frozenset(_COMMAND.sub(" ", gold)) & _LETTERS
     text = _CALCULATION.sub("", _strip_markup(final_answer.text)).strip()
-    # "It is 7!" is glad; `x = 7!` is a factorial.
+    # In "It is 7!" the sign is punctuation, in `x = 7!` a factorial.
     if final_answer.place == "statement" and "=" not in text:
         text = text.rstrip("!")
     if is_bare(text, variables):
@@ -194,9 +196,9 @@ def read_formula(final_answer: FinalAnswer, gold: str | None = None) -> str | No
 
 
 def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
-    """Return True if a text is a formula, a list or a quantity alone, without other words.
+    """Return True if a text is only a formula, a list of values or a quantity, without other words.
 
-    variables: letters of which a word is a product; None: letters that are variables in most formulas.
+    variables: a word of these letters is a product of variables. None: `_PRODUCT` decides.
     """
     text = _strip_markup(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .?")
     if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
@@ -211,7 +213,7 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
 
 
 def _clean_latex(text: str, variables: frozenset[str] | None) -> str | None:
-    """Return the LaTeX for the library: without delimiters, units, money and spacing; None where nothing is left."""
+    """Return a formula for math-verify, without delimiters, units, signs of money and spacing; None if it is empty."""
     text = _strip_markup(_DELIMITERS.sub("", text.strip().rstrip(".,;:?"))).strip().rstrip(".,;:?")
     text = _without_unit(text, variables)
     text = _MONEY.sub("", text).replace(r"\varnothing", r"\emptyset").replace("**", "^")
@@ -226,7 +228,7 @@ def _clean_latex(text: str, variables: frozenset[str] | None) -> str | None:
 
 
 def plain_signs(text: str) -> str:
-    """Return a text whose full-width characters, fractions, powers and operators are ASCII and LaTeX."""
+    """Return a text with full-width characters, fraction signs, powers and operators rewritten in ASCII and LaTeX."""
     if text.isascii():
         return text
     text = _FRACTION_SIGN.sub(_latex_fraction, text)
@@ -241,12 +243,15 @@ def _latex_fraction(sign: re.Match[str]) -> str:
 
 
 def _strip_markup(text: str) -> str:
-    r"""Return a text without Markdown's emphasis, and without `\text{...}` and the like around words."""
+    r"""Return a text without Markdown's emphasis, and without commands such as `\text{...}` around words."""
     return _TEXT_COMMAND.sub(r" \1 ", _EMPHASIS.sub("", text))
 
 
 def _without_unit(text: str, variables: frozenset[str] | None) -> str:
-    """Return a quantity without the unit at its end. variables: see `is_bare`; with any, a letter is no unit."""
+    """Return a quantity without the unit at its end.
+
+    variables: see `is_bare`. If there are any, a short unit such as `m` is read as a variable.
+    """
     unit = _UNIT.search(text)
     if unit is None or not text[: unit.start()].strip() or _INITIAL.search(text, 0, unit.start()):
         return text
@@ -266,7 +271,10 @@ def _is_product(word: str, variables: frozenset[str] | None) -> bool:
 
 
 def _formulas(text: str) -> list[str]:
-    """Return the formulas between delimiters and the numbers of a text, in order; `$4$ and $5$` is one."""
+    """Return the formulas between delimiters and the numbers of a text, in order.
+
+    Joined formulas such as `$4$ and $5$` become one formula, a list.
+    """
     formulas: list[str] = []
     end = 0
     for formula in _FORMULA.finditer(text):

@@ -1,4 +1,4 @@
-"""Interface of a reward: a function and how it is called, its input, its outcome, its errors."""
+"""Interface of a reward: the function with its way of calling, its input, its outcome and its errors."""
 
 import reprlib
 from collections.abc import Callable
@@ -17,17 +17,18 @@ from rlctl.utils.user_code import (
     trace_of,
 )
 
-# Kind of the failure of a function that gets the instances of environments, called without an episode.
+# Kind of the failure if a function with a parameter `environments` is called without an episode.
 NEEDS_EPISODE = "takes environments, and there is no episode"
+# (prompt, completion, answer, row) -> value.
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
 
 
 class RewardError(UserError):
-    """A reward that cannot be used; one line for the user."""
+    """A reward that cannot be used. The text is one line for the user."""
 
 
 class UnusableError(RewardError):
-    """Rewards that cannot be used. problems: (index of the reward, reason); index None: not known."""
+    """Rewards that cannot be used. problems: (index of the reward, reason); the index is None if it is not known."""
 
     def __init__(self, problems: list[tuple[int | None, str]], sections: list[RewardSection]) -> None:
         lines = (reason if index is None else f"{sections[index].name}: {reason}" for index, reason in problems)
@@ -43,22 +44,23 @@ class RewardInput:
     completion: str
     answer: str | None
     row: dict[str, Any]
-    # Messages of the prompt and of the completion if the prompt is a chat; a text has none.
+    # Messages of the prompt and of the completion if the prompt is a chat; empty if it is a text.
     prompt_messages: list[dict[str, Any]] = field(default_factory=list)
     completion_messages: list[dict[str, Any]] = field(default_factory=list)
-    # The end of the prompt of an episode's last turn, and that turn. None: `prompt` and `completion` are the turn.
+    # End of the last turn's prompt and text of the last turn, for an episode. None for a rollout of one turn, which is
+    # `prompt` and `completion`.
     last_prompt: str | None = None
     last_turn: str | None = None
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward: its function, the user's or a built-in one, and how it is called."""
+    """A reward: a function of the user or of rlctl, and the way to call it."""
 
     function: Callable[..., Any]
-    # Returns the value of one rollout.
+    # Calls the function for one rollout and returns the result.
     call: Callable[[RewardInput], Any]
-    # True if None is a value: the reward does not judge the rollout.
+    # True if the function may return None: it then does not judge the rollout.
     may_abstain: bool = False
 
     @classmethod
@@ -68,7 +70,7 @@ class Reward:
 
     @classmethod
     def of_last_turn(cls, function: Callable[..., Any]) -> "Reward":
-        """Return a reward of the final answer: it is called with the policy's last turn and the end of its prompt."""
+        """Return a reward that is called with the policy's last turn and the end of that turn's prompt."""
 
         def call(item: RewardInput) -> Any:
             prompt = item.prompt if item.last_prompt is None else item.last_prompt
@@ -80,32 +82,32 @@ class Reward:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Reason why an item has no value."""
+    """Reason why a reward gave a rollout no value."""
 
-    # Free of the rollout's own text.
+    # Kind of failure, without text of the rollout, for example `raised ValueError`.
     kind: str
     # file:line of the user's code.
     where: str = ""
-    # Text of this rollout: a line of at most `MAX_DETAIL` characters.
+    # Further text, which may come from the rollout: one line of at most `MAX_DETAIL` characters.
     detail: str = ""
     # Traceback of at most `MAX_TRACE` characters.
     trace: str = ""
 
     @property
     def cause(self) -> str:
-        """Kind and place. Failures of one cause are counted together."""
+        """Kind and place. Failures with an equal cause are counted together."""
         return f"{self.kind} at {self.where}" if self.where else self.kind
 
     def __str__(self) -> str:
         return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
-# None: the reward does not judge the rollout.
+# Value of one rollout, or the failure. None means that the reward does not judge the rollout.
 Outcome = float | RewardFailure | None
 
 
 def attempt(reward: Reward, item: RewardInput) -> Outcome:
-    """Return the finite number that `reward` gives `item`, None where it does not judge it, or its failure."""
+    """Call a reward for a rollout; return the finite number, None if it does not judge the rollout, or the failure."""
     function = reward.function
     try:
         value: object = reward.call(item)

@@ -1,4 +1,4 @@
-"""Built-in rewards, each made from its section of the config; most give 1 for the answer, and else 0."""
+"""Built-in rewards, each created from its section of the config. Most give 1 for a right answer, else 0."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from rlctl.rewards.base import RewardError, RewardFunction
 
 
 def exact(section: RewardSection) -> RewardFunction:
-    """Compare the whole completion with the answer, white space around either aside."""
+    """Compare the whole completion with the answer. White space at both ends is ignored."""
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
         return float(completion.strip() == _require_answer(answer).strip())
@@ -20,7 +20,7 @@ def exact(section: RewardSection) -> RewardFunction:
 
 
 def regex(section: RewardSection) -> RewardFunction:
-    """Compare the first group of the pattern's first match with the answer, white space aside.
+    """Compare the first group of the pattern's first match with the answer. White space at both ends is ignored.
 
     Raises RewardError unless `pattern` is a regular expression with a group.
     """
@@ -41,8 +41,8 @@ def regex(section: RewardSection) -> RewardFunction:
 def math_verify(section: RewardSection) -> RewardFunction:
     """Compare the completion's final answer with the reference: a choice, words, or mathematics (library math-verify).
 
-    The library's own timeouts use SIGALRM and so need a main thread; they are off here, because the process that runs
-    this is killed from outside when it takes too long.
+    The library's own timeouts are off, because they use SIGALRM and need the main thread. Instead the scorer ends the
+    process that runs this function when the call takes too long.
     """
     # SymPy takes seconds to import.
     from rlctl.rewards.mathematics import is_right
@@ -60,7 +60,7 @@ def math_verify(section: RewardSection) -> RewardFunction:
 
 
 def reasoning_gym(section: RewardSection) -> RewardFunction:
-    """Score the answer in the completion as the row's own data set does (library reasoning-gym).
+    """Score the completion's answer by the data set that the row comes from (library reasoning-gym).
 
     Raises RewardError if the library is not installed.
     """

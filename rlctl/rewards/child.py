@@ -1,4 +1,4 @@
-"""Process that runs the user's rewards, below its supervisor: `python -m rlctl.rewards.child FD`."""
+"""Child process that runs reward functions: `python -m rlctl.rewards.child FD`, below a supervisor."""
 
 import json
 import os
@@ -13,7 +13,10 @@ from rlctl.workers.supervisor import run_guarded
 
 
 def work(connection: socket.socket) -> None:
-    """Load the functions, then score until the parent hangs up. The protocol is described in reward_process.py."""
+    """Load the reward functions, then score items until the parent closes the connection.
+
+    reward_process.py describes the protocol.
+    """
     requests = connection.makefile("rb")
     sections: list[RewardSection] = pickle.load(requests)
     rewards: list[Reward] = []
@@ -31,7 +34,7 @@ def work(connection: socket.socket) -> None:
             for number, item in enumerate(items):
                 outcome = attempt(rewards[reward_index], item)
                 if os.getpid() != pid:
-                    os._exit(0)  # the reward forked this process: its parent answers
+                    os._exit(0)  # the reward forked this process, and only the parent may answer
                 reply: dict[str, object] = {"call": call, "item": number}
                 if isinstance(outcome, RewardFailure):
                     reply["failure"] = asdict(outcome)

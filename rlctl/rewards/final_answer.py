@@ -1,7 +1,8 @@
-r"""Final answer of a text: the place where a completion or a reference states it. Pure text, milliseconds.
+r"""Search for the final answer in a completion or in a reference answer. Pure text; takes milliseconds.
 
-Thinking is cut off first. Then the answer is the text in the last `<answer>`; else the last box; else the last stated
-answer, as "The answer is 5." or "#### 5"; else the text itself. `answer_reading.py` reads it.
+Thinking is cut off first. Then the answer is looked for in the last `<answer>`, or in the whole text if there is none.
+It is the last box; else the last statement, such as "The answer is 5." or "#### 5"; else the text itself.
+`answer_reading.py` reads the answer.
 """
 
 import re
@@ -14,15 +15,15 @@ Place = Literal["tag", "box", "statement", "text"]
 _NAMES = r"(?:seed:)?(?:think(?:ing)?|thoughts?|reasoning)"
 _THINKING = re.compile(rf"[<\[◁](?P<close>/?){_NAMES}[>\]▷]", re.IGNORECASE)
 _ANSWER = re.compile(r"<(?P<close>/?)(?:final_)?answer>", re.IGNORECASE)
-# Tag at the end of a prompt: the completion is inside it.
+# Opening tag at the end of a prompt, so that the completion begins inside the tag.
 _OPENED = re.compile(rf"(?:[<\[◁]{_NAMES}[>\]▷]|<(?:final_)?answer>)\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<brace>\{)?")
 _UNBRACED = re.compile(r"[^\s$]+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-# Text between two boxes that are one answer.
+# Text that may stand between two boxes of one answer.
 _SEPARATORS = re.compile(r"(?:[\s$,;&.]|\\[()\[\],;:! ]|\\q?quad|\\text\{\s*(?:and|or)?\s*\}|and|or|[a-zA-Z]\s*=)*")
 _LIST_WORD = re.compile(r"\b(?:and|or)\b|,|;")
-# Characters between the boxes of a list, as the library math-verify has it.
+# Most characters between two boxes of one answer, as in math-verify: with any text between, and with separators only.
 _NEAR_BOX = 10
 _FAR_BOX = 70
 _MOST_BOXES = 20
@@ -35,9 +36,9 @@ _STATEMENT = re.compile(
 _BEFORE_STATED = re.compile(r"(?:[\s*_:>=]|as follows)*", re.IGNORECASE)
 _DISPLAY = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.DOTALL)
 _MOST_STATEMENTS = 5
-# Characters of a stated answer.
+# Most characters of a stated answer.
 _STATED_LENGTH = 300
-# Characters of the end of a text that states no answer.
+# Number of last characters that are the answer of a text without a box, tag or statement. Longest content of a box.
 _END_LENGTH = 2_000
 
 
@@ -50,10 +51,11 @@ class FinalAnswer:
 
 
 def find_answers(text: str, prompt: str = "", *, is_list: bool = False) -> Iterator[FinalAnswer]:
-    """Yield the final answer of `text`; of stated answers the last first, for a later one may state nothing.
+    """Yield the candidates for the final answer of `text`, the best first.
 
-    prompt: the text before it, which may have opened the thinking or the answer. is_list: several values are expected,
-    so that boxes of one sentence are one answer. Yields nothing where thinking or a box was cut off.
+    Statements come from the last to the first, because the last one may give no answer. prompt: the text before `text`,
+    which may end with an opening tag of thinking or answer. is_list: several values are expected, so boxes of one
+    sentence are one answer. Yields nothing if `text` ends within its thinking or within a box.
     """
     if opened := _OPENED.search(prompt):
         text = opened[0] + text
@@ -77,7 +79,7 @@ def find_answers(text: str, prompt: str = "", *, is_list: bool = False) -> Itera
 
 
 def cut_thinking(text: str) -> str:
-    """Return the text behind its thinking; without its rest where thinking has no end."""
+    """Return the text behind the last closed thinking, up to thinking that is not closed."""
     opened = None
     start = 0
     for tag in _THINKING.finditer(text):
@@ -90,7 +92,7 @@ def cut_thinking(text: str) -> str:
 
 
 def _last_tagged(text: str) -> str | None:
-    """Return the text in the last `<answer>`, up to the end where nothing closes it; None without one."""
+    """Return the text in the last `<answer>`, up to the text's end if it is not closed; None without the tag."""
     start = None
     end = len(text)
     for tag in _ANSWER.finditer(text):
@@ -103,7 +105,10 @@ def _last_tagged(text: str) -> str | None:
 
 
 def _last_boxed(text: str, *, is_list: bool) -> str | None:
-    """Return the content of the last box and of its list; empty for an open box, None without one."""
+    """Return the content of the last box, joined with earlier boxes of the same answer by commas.
+
+    Return an empty text if the last box is not closed, and None if there is no box.
+    """
     boxes = list(_BOX.finditer(text))[-_MOST_BOXES:]
     contents: list[str] = []
     outer_start = len(text)
@@ -114,7 +119,7 @@ def _last_boxed(text: str, *, is_list: bool) -> str | None:
                 break
             return ""
         if end > outer_start:
-            # A box around the one before.
+            # This box encloses the box that was read before it.
             contents[-1] = content
             outer_start = box.start()
             continue
@@ -129,7 +134,7 @@ def _last_boxed(text: str, *, is_list: bool) -> str | None:
 
 
 def _box_content(text: str, box: re.Match[str]) -> tuple[int, str | None]:
-    """Return the end of a box and its content; None where nothing closes it."""
+    """Return the position behind a box, and its content; the content is None if the box is not closed."""
     if not box["brace"]:
         unbraced = _UNBRACED.match(text, box.end())
         return (unbraced.end(), unbraced[0].rstrip(".,")) if unbraced else (box.end(), None)
@@ -142,14 +147,17 @@ def _box_content(text: str, box: re.Match[str]) -> tuple[int, str | None]:
 
 
 def _is_one_answer(between: str, *, is_list: bool) -> bool:
-    """Return True if the boxes around `between` are parts of one answer."""
+    """Return True if two boxes with the text `between` between them are parts of one answer."""
     if len(between) < _NEAR_BOX or (len(between) < _FAR_BOX and _SEPARATORS.fullmatch(between)):
         return True
     return is_list and len(between) < _FAR_BOX and _LIST_WORD.search(between) is not None
 
 
 def _last_statements(text: str) -> Iterator[str]:
-    """Yield the texts behind "the answer is" and the like, the last first: up to the end of a line or a formula."""
+    """Yield the text behind each phrase such as "the answer is", the last first.
+
+    The text ends with its line, or with its displayed formula.
+    """
     for statement in reversed(list(_STATEMENT.finditer(text))[-_MOST_STATEMENTS:]):
         before = _BEFORE_STATED.match(text, statement.end())
         start = before.end() if before else statement.end()

@@ -22,14 +22,14 @@ from rlctl.workers.named_reward import (
     verl_value,
 )
 
-# Rewards that look for a final answer, in the policy's last turn alone: tools and users give none.
+# Rewards that look for a final answer. They read only the policy's last turn, because tools and users give no answer.
 _LAST_TURN_REWARDS = ("math_verify", "reasoning_gym")
 
 
 def load_reward(section: RewardSection) -> Reward:
-    """Return a built-in reward, or the function that `module:function` or `path.py:function` names.
+    """Return a built-in reward, or the user's function named as `module:function` or `path.py:function`.
 
-    Raises RewardError if there is no such function or it takes other arguments than a reward's.
+    Raises RewardError if there is no such function, or if it cannot be called as a reward.
     """
     if section.name not in REWARDS:
         return _load_user_reward(section.name)
@@ -72,9 +72,10 @@ def _load_user_reward(name: str) -> Reward:
 
 
 def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | None:
-    """Return the value of a function that takes `prompts`, `completions` and columns, lists of one, as TRL calls it.
+    """Call a function as TRL does, with `prompts`, `completions` and columns as lists of one item; return its value.
 
-    Raises RewardError for a missing argument, for no number, and for `environments`: they need an episode.
+    Raises RewardError if an argument is missing, if the result is no number, or if the function takes `environments`,
+    which exist only in an episode.
     """
     if takes_environments(function):
         raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
@@ -88,7 +89,7 @@ def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | N
 
 
 def _call_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
-    """Return the value of a `compute_score` of verl. Raises RewardError."""
+    """Call a function as verl calls `compute_score`, and return its value. Raises RewardError."""
     with _as_reward_errors():
         arguments = verl_arguments(function, item.completion, item.answer, item.row)
     result = _await_result(function(**arguments))
@@ -105,14 +106,14 @@ def _as_reward_errors() -> Iterator[None]:
 
 
 def _await_result(result: Any) -> Any:
-    """Return the result of a call. Run a coroutine until it has ended, and return its result."""
+    """Return a plain result unchanged. Run a coroutine to its end, and return its result."""
     return _runner().run(result) if inspect.iscoroutine(result) else result
 
 
 @cache
 def _runner() -> Any:
-    """Return this process's event loop: a client that a function keeps belongs to one loop."""
-    # A third of the imports of a process of rewards.
+    """Return this process's event loop. All calls share it, because an async client of a function works on one loop."""
+    # Imported only if needed: a third of the import time of a reward process.
     import asyncio
 
     return asyncio.Runner()

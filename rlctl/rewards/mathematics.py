@@ -1,7 +1,7 @@
-"""Comparison of two formulas in LaTeX (library math-verify, on SymPy). Nothing large is read or evaluated.
+"""Comparison of two formulas in LaTeX, with the library math-verify on SymPy. Large formulas are refused.
 
-The library reads LaTeX, and compares equations and sets. Numbers, lists and expressions are compared here: the library
-rounds to six decimals, so that 1e-9 equals 2e-9, and its `simplify` may take minutes.
+The library reads LaTeX, and compares equations and sets. Numbers, lists and expressions are compared here, because the
+library rounds to six decimals (1e-9 would equal 2e-9) and its `simplify` may take minutes.
 """
 
 import math
@@ -36,16 +36,17 @@ from rlctl.rewards.answer_reading import Reference, has_words, plain_signs, read
 from rlctl.rewards.final_answer import FinalAnswer, find_answers
 from rlctl.utils.user_code import shorten_text
 
-# The library takes about 20 ms for a token and 0.4 s for a level of brackets.
+# Bounds of a formula that is read. The library takes about 20 ms for a token and 0.4 s for a level of brackets.
 _MOST_TOKENS = 150
 _MOST_LEVELS = 6
-# Decimal digits of a number that is evaluated.
+# Most decimal digits of a number that is evaluated.
 _MOST_DIGITS = 10_000
-# Terms of a sum or a product that is no polynomial.
+# Most terms of a sum or product that is evaluated, unless it sums a small polynomial.
 _MOST_TERMS = 500
-# Size, by `_digits`, of a polynomial that is summed.
+# Largest polynomial, by `_digits`, whose sum is evaluated with any number of terms.
 _LARGEST_POLYNOMIAL = 100
-# The library evaluates a binomial as it reads it. Large is a number of five digits, a power or a factorial.
+# A binomial of a large number is refused, because the library evaluates binomials while it reads them. A number of five
+# digits, a power or a factorial is large.
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*(\{(?:[^{}]|\{[^{}]*\})*\})?|\\choose")
 _LARGE = re.compile(r"\d{5}|[!^]")
 _TOKEN = re.compile(r"\\?[A-Za-z]+|\d+|\S")
@@ -55,22 +56,22 @@ _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _BRACKETED = re.compile(r"[(\[{][^()\[\]{}]*[)\]}]")
 _DOTS = re.compile(r"\\[lcd]?dots(?:[cbmio])?(?![A-Za-z])|\.\.\.")
 _UNSEEN = re.compile(r"\\(?:left|right)(?![A-Za-z])|\s+")
-# Units are read by `answer_reading.py`: the library takes the t of 3t for one.
+# Without units: `answer_reading.py` removes units, and the library would take the t of 3t as a unit.
 _READING = LatexExtractionConfig(
     normalization_config=LatexNormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
     )
 )
-# Values for variables, of both signs: expressions are compared where they are real, at three values at least.
+# Values for variables, of both signs. Two expressions are compared at the points where both are real, at least three.
 _FRACTIONS = ((17, 7), (5, 11), (-13, 9), (29, 8), (-4, 7), (31, 3), (-37, 5), (3, 23))
 _VALUES = [Rational(numerator, denominator) for numerator, denominator in _FRACTIONS]
 _ENOUGH_POINTS = 3
-# A smaller difference of exact numbers, also as a share, is a rest of their evaluation.
+# A smaller difference of exact numbers, absolute or relative, is an error of their evaluation.
 _LEAST = Float("1e-100")
 
 
 def is_right(reference: Reference, completion: str, prompt: str = "") -> bool:
-    """Return True if the final answer of a completion is the reference. prompt: the text before it."""
+    """Return True if the final answer of a completion equals the reference. prompt: the text before the completion."""
     is_list = reference.kind != "choice" and _is_list(reference.text)
     for final_answer in find_answers(plain_signs(completion), prompt, is_list=is_list):
         verdict = _judge_answer(reference, final_answer)
@@ -80,7 +81,7 @@ def is_right(reference: Reference, completion: str, prompt: str = "") -> bool:
 
 
 def _is_list(text: str) -> bool:
-    """Return True for a comma outside of brackets that separates no thousands."""
+    """Return True if a text has a comma outside of brackets that separates no thousands."""
     text = _THOUSANDS.sub("", text)
     while (outside := _BRACKETED.sub("", text)) != text:
         text = outside
@@ -88,7 +89,7 @@ def _is_list(text: str) -> bool:
 
 
 def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
-    """Return a line for each way in which reference answers are read, with an example. answers: (row, answer)."""
+    """Return one line for each kind of reference answer, with its count and an example. answers: (row, answer)."""
     examples: dict[str, list[str]] = {}
     for row, answer in answers:
         kind, text = _describe(read_reference(answer))
@@ -100,7 +101,7 @@ def describe_references(answers: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _describe(reference: Reference | None) -> tuple[str, str]:
-    """Return the kind and the text of a reference as it is read."""
+    """Return a reference's kind in words, and a text that says how it is read."""
     if reference is None:
         return "nothing, so that their rollouts fail", ""
     if reference.kind == "choice":
@@ -113,14 +114,14 @@ def _describe(reference: Reference | None) -> tuple[str, str]:
 
 
 def _judge_answer(reference: Reference, final_answer: FinalAnswer) -> bool | None:
-    """Return True if an answer is the reference; None where it states nothing of the reference's kind."""
+    """Return True if an answer equals the reference; None if it states nothing of the reference's kind."""
     if reference.kind == "choice":
         choice = read_choice(final_answer)
         if choice is None:
             return _judge_answer(reference.label, final_answer) if reference.label else None
         letter, label = choice
         if letter == reference.text and label and reference.label:
-            # A name may begin as a choice does: E. coli.
+            # A name such as "E. coli" may begin like a choice, so the text behind the letter is compared too.
             return _judge_answer(reference.label, FinalAnswer(label, "statement")) is not False
         return letter == reference.text
     if reference.kind == "words":
@@ -130,7 +131,10 @@ def _judge_answer(reference: Reference, final_answer: FinalAnswer) -> bool | Non
 
 
 def equal_formulas(gold: str, answer: str, *, is_prose: bool = False) -> bool:
-    """Return True if two formulas are equal. is_prose: `gold` comes from a text, where `x^2 = 9` states 9 too."""
+    """Return True if two formulas are equal.
+
+    is_prose: `gold` is from a written solution, so for `x^2 = 9` the answer 9 is right too.
+    """
     if _UNSEEN.sub("", gold) == _UNSEEN.sub("", answer):
         return True
     if _DOTS.search(gold) or _DOTS.search(answer):
@@ -152,7 +156,7 @@ def equal_formulas(gold: str, answer: str, *, is_prose: bool = False) -> bool:
 
 @lru_cache(maxsize=512)
 def read_latex(formula: str) -> Any | None:
-    """Return the SymPy object of a formula; None for a text that is no formula, or too long or too deep."""
+    """Return the SymPy object of a formula; None if the text is no formula, too long, or nested too deep."""
     if _PLAIN_NUMBER.fullmatch(formula) and formula[-1:].isdigit():
         digits = formula.replace(",", "")
         return None if len(digits) > _MOST_DIGITS // 10 else Float(digits) if "." in digits else Integer(digits)
@@ -165,7 +169,7 @@ def read_latex(formula: str) -> Any | None:
 
 
 def _levels(formula: str) -> int:
-    """Return the number of brackets in brackets; those of LaTeX's groups are quick to read."""
+    """Return the depth of nested brackets. Braces of LaTeX groups do not count, because they are quick to read."""
     depth = deepest = 0
     for sign in re.findall(r"\\[{}]|[()\[\]]", formula):
         depth += 1 if sign in ("(", "[", r"\{") else -1
@@ -174,21 +178,24 @@ def _levels(formula: str) -> int:
 
 
 def _equal_parts(gold: str, answer: str) -> bool:
-    """Return True if two parts of lists with dots are equal; dots equal dots alone."""
+    """Return True if two members of lists with dots are equal. A member with dots equals only the same text."""
     if "..." in gold or "..." in answer:
         return gold.strip() == answer.strip()
     return equal_formulas(gold, answer)
 
 
 def _states_value(relation: Any) -> bool:
-    """Return True for an equation of one unknown at most, whose right side is a number other than 0."""
+    """Return True for an equation with at most one unknown and a right side that is a number other than 0."""
     if not is_equation(relation) or not hasattr(relation, "rhs"):
         return False
     return len(relation.lhs.free_symbols) < 2 and relation.rhs.is_nonzero
 
 
 def _are_equal(gold: Any, answer: Any) -> bool:
-    """Return True if two objects of SymPy are equal. The right side of an equation counts where the other is none."""
+    """Return True if two objects of SymPy are equal.
+
+    If only one is an equation, its right side is compared with the other, for example x = 5 with 5.
+    """
     if is_assignment_relation(gold) and is_assignment_relation(answer):
         if take_first_relation(gold).lhs != take_first_relation(answer).lhs:
             return False
@@ -196,7 +203,7 @@ def _are_equal(gold: Any, answer: Any) -> bool:
         answer = take_last_relation(answer).rhs
     elif is_equation(answer) and not is_equation(gold):
         last = take_last_relation(answer)
-        # The 0 of `x + y = 0` is no value.
+        # The 0 of `x + y = 0` is no answer, so the equation is compared as a whole.
         is_zero = last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer)
         answer = answer if is_zero else last.rhs
     elif is_assignment_relation(gold) and not is_equation(answer):
@@ -224,7 +231,7 @@ def _are_equal(gold: Any, answer: Any) -> bool:
 
 
 def _equal_members(gold: Any, answer: Any) -> bool:
-    """Return True if two matrices, tuples, sets or intervals have equal members; those of a set in any order."""
+    """Return True if two matrices, tuples, sets or intervals have equal members. A set's order does not matter."""
     if isinstance(gold, Interval):
         same_ends = (gold.left_open, gold.right_open) == (answer.left_open, answer.right_open)
         return same_ends and _are_equal(gold.start, answer.start) and _are_equal(gold.end, answer.end)
@@ -248,7 +255,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _readings(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
-    """Yield both numbers as they may be meant: 50% is 0.5, and 50 too where the other number has no sign."""
+    """Yield the pairs of numbers to compare: as they are (50% is 0.5), and without the sign if only one has it.
+
+    So an answer of 50 equals the reference 50%.
+    """
     yield gold, answer
     if _is_percent(gold) != _is_percent(answer):
         yield _without_percent(gold), _without_percent(answer)
@@ -265,7 +275,7 @@ def _without_percent(value: Expr) -> Expr:
 def _equal_numbers(gold: Expr, answer: Expr) -> bool:
     """Return True if two numbers are equal: exactly if both are exact, else to six decimals.
 
-    Below 1 a decimal number must agree in six digits.
+    Decimal numbers below 1 must agree in six significant digits.
     """
     gold = gold.doit()
     answer = answer.doit()
@@ -281,12 +291,15 @@ def _equal_numbers(gold: Expr, answer: Expr) -> bool:
 
 
 def _magnitude(number: Expr) -> Expr:
-    """Return the absolute value to 30 digits. For a sum that is 0 it is a rest below 1e-140 of the parts."""
+    """Return the absolute value of a number to 30 digits. A sum that is 0 may give up to 1e-140 of its largest part."""
     return abs(number.evalf(30, maxn=150))
 
 
 def _equal_at_points(gold: Expr, answer: Expr) -> bool | None:
-    """Return True if two expressions are equal where both are real; None where they cannot be evaluated."""
+    """Return True if two expressions have equal values at all points of `_VALUES` where both are real.
+
+    Return None if they cannot be evaluated, or are real at fewer than `_ENOUGH_POINTS` points.
+    """
     gold = gold.doit()
     answer = answer.doit()
     names = sorted({symbol.name for symbol in gold.free_symbols | answer.free_symbols})
@@ -308,16 +321,16 @@ def _equal_at_points(gold: Expr, answer: Expr) -> bool | None:
 
 
 def _value_at(expression: Expr, point: Mapping[str, Rational]) -> Expr | None:
-    """Return the value of an expression at a point; None where it is no number there."""
+    """Return the value of an expression at a point, to 30 digits; None if it is no number there."""
     values = {symbol: point[symbol.name] for symbol in expression.free_symbols}
     number = expression.subs(values)
     return number.evalf(30) if _is_number(number) else None
 
 
 def _is_endless(value: Any) -> bool:
-    """Return True for a sum, an integral, a limit or the like that may take minutes.
+    """Return True if an expression has a sum, product, integral, limit or derivative that may take minutes.
 
-    Evaluated are those of polynomials, and sums and products of few terms.
+    Sums, integrals and derivatives of small polynomials are quick, and so are sums and products of few terms.
     """
     terms = 1
     for part in value.atoms(Sum, Product, Integral, Limit, Derivative):
@@ -337,7 +350,7 @@ def _is_endless(value: Any) -> bool:
 
 
 def _digits(value: Any) -> float:
-    """Return an upper bound for the decimal digits of the numbers that an evaluation of `value` makes."""
+    """Return an upper bound for the number of decimal digits of the numbers in an evaluation of `value`."""
     if isinstance(value, Rational):
         return math.log10(2) * int(max(value.p.bit_length(), value.q.bit_length()))
     inner = [_digits(part) for part in getattr(value, "args", ())]

@@ -1,11 +1,11 @@
-"""Handle of a process for rewards, which may hang, fork or crash: it asks the process and replaces it.
+"""Parent's side of a reward process: sends items to score, and replaces a process that hangs or crashes.
 
-The process runs `rewards/child.py`, and `workers/guarded_process.py` ends it with all that it started.
-The child answers one message an item: the parent always knows at which item it died or hung.
-    parent -> child: the RewardSections, once; then (call id, reward index, [RewardInput, ...]) a call
-    child -> parent: {problems: [[index, reason], ...]} once; then {call, item, value or failure} an item
-A reply carries the ids of its call and its item. The user's code can write to the connection too: any other line is a
-`BadReply`, and the process is replaced.
+The process runs `rewards/child.py`. `workers/guarded_process.py` ends it with all processes that it started.
+The child sends one reply for each item, so the parent always knows at which item the child died or hung.
+    parent -> child: the RewardSections, once; then (call id, reward index, [RewardInput, ...]) for each call
+    child -> parent: {problems: [[index, reason], ...]} once; then {call, item, value or failure} for each item
+User code can write to the connection too. A line that is no reply to the current call and item is a `BadReply`, and the
+process is replaced.
 """
 
 import math
@@ -19,9 +19,9 @@ from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shorten_text
 from rlctl.workers.guarded_process import BadReply, Channel, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), possibly on a busy machine
-# A process without room for a request works on no item, and is replaced.
+# Seconds after which a process that does not read a call is replaced.
 SEND_TIMEOUT_S = 60.0
-# Bytes. JSON escapes a character by six at most, one beyond the basic plane by twelve.
+# Most bytes of a reply. JSON escapes a character as 6 bytes, and a character beyond the basic plane as 12.
 MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
 _ENDED = "ended its process"
 _TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
@@ -32,7 +32,7 @@ _FOREIGN = "wrote to a file descriptor that is not its own"
 class RewardWorker:
     """One child process, started when first needed and again after it hung or died.
 
-    output: descriptor for the output of functions; None: the standard error.
+    output: file descriptor for the output of the reward functions; None means standard error.
     """
 
     def __init__(self, sections: list[RewardSection], output: int | None) -> None:
@@ -41,13 +41,17 @@ class RewardWorker:
         self._calls = 0
 
     def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """Score each item, and return the outcomes. An item that hangs or kills the process costs itself alone."""
+        """Score items by the reward with index `reward`; return one outcome for each item, in order.
+
+        If an item hangs or kills the process, only this item fails.
+        """
         outcomes: list[Outcome] = []
+        # Index of the last item that was tried again.
         tried_again = -1
         while len(outcomes) < len(items):
             try:
                 outcomes += self._call(self.start(), reward, items[len(outcomes) :])
-                # Neither is about the item: a job's end sends SIGTERM to all of its processes.
+                # The item is not the cause, so it is tried once more: the end of a job sends SIGTERM to all processes.
                 if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and tried_again != len(outcomes):
                     tried_again = len(outcomes)
                     outcomes.pop()
@@ -57,8 +61,11 @@ class RewardWorker:
         return outcomes
 
     def start(self) -> Channel:
-        """Load the functions unless they are loaded, and return the connection. Raises UnusableError."""
-        # The process may have ended, or spoken, since its last call: no item of the next one pays for that.
+        """Start the process unless it runs, load the reward functions, and return the connection.
+
+        Raises UnusableError if a function cannot be loaded.
+        """
+        # If the process ended or wrote something since its last call, it is replaced before the next call.
         if (running_channel := self._process.ready()) is not None:
             return running_channel
         channel = self._process.start()
@@ -82,11 +89,11 @@ class RewardWorker:
         return self._process.pid
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all processes that it started."""
         self._process.stop()
 
     def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """Send the items; return their outcomes up to the last, or to the one that ended the process."""
+        """Send items to the process; return their outcomes, up to the item that ended the process."""
         self._calls += 1
         timeout_s = self._sections[reward].timeout_s
         outcomes: list[Outcome] = []
@@ -114,7 +121,7 @@ class RewardWorker:
 
 
 def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
-    """Return (index of a reward, reason) for each that cannot be loaded. Raises BadReply."""
+    """Return (index, reason) for each reward that the child could not load. Raises BadReply."""
     try:
         return [(int(index), _check_text(reason)) for index, reason in reply["problems"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -122,7 +129,7 @@ def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
 
 
 def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
-    """Return the outcome of item `item` of call `call`. Raises BadReply for another's."""
+    """Return the outcome in a reply. Raises BadReply for a reply to another call or item, or without an outcome."""
     if (reply.get("call"), reply.get("item")) != (call, item):
         other_call = reprlib.repr(reply.get("call"))
         other_item = reprlib.repr(reply.get("item"))
@@ -139,7 +146,7 @@ def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
 
 
 def _check_text(text: object) -> str:
-    """Return a text of the child's in a form that every file and terminal takes. Raises BadReply for no text."""
+    """Return a text of the child without lone surrogates, which no file can encode. Raises BadReply for no text."""
     if not isinstance(text, str):
         raise BadReply("a reply whose text is none")
     return text.encode("utf-8", "replace").decode()

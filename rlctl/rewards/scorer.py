@@ -1,6 +1,6 @@
-"""Scorer of rollouts: a weighted sum of rewards. A reward that raises, hangs or crashes costs one rollout alone.
+"""Scorer of rollouts: a weighted sum of rewards. If a reward raises, hangs or crashes, only one rollout fails.
 
-`exact` runs here. All others run the user's code or pattern, so they run in worker processes.
+The reward `exact` runs in this process. All others may hang or crash, so they run in worker processes.
 """
 
 import math
@@ -21,11 +21,12 @@ from rlctl.rewards.reward_process import RewardWorker
 from rlctl.utils.devices import usable_cores
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
+# Rewards that run in this process.
 INLINE = ("exact",)
 MAX_WORKERS = 4
-# About the size of a group, so that slow rewards of several groups run at the same time.
+# Most items of one call of a worker. About the size of a group, so that slow rewards of several groups run at once.
 ITEMS_PER_CALL = 8
-# Names of rewards that a run's environments give. Each is a metric, in every record and on every chart.
+# Most names of rewards that a run's environments give, because each name becomes a metric in every record and chart.
 MAX_NAMES = 50
 OTHER_NAMES = "other"
 
@@ -34,24 +35,24 @@ OTHER_NAMES = "other"
 class Score:
     """Score of one rollout."""
 
-    # Weighted sum; None if a reward failed, or if nothing valued the rollout.
+    # Weighted sum; None if a reward failed, or if no reward judged the rollout.
     value: float | None
-    # Reward name -> its value.
+    # Reward name -> its value; None if the reward failed or did not judge the rollout.
     parts: dict[str, float | None]
     # Reason of the first failure.
     failed: str | None
     # True if the rollout is correct by the reward that decides (`correct_at`, else the first at 1).
     right: bool
-    # Reward name -> its weight in the sum; 1 for a part that is not here.
+    # Reward name -> its weight in the sum. A part without a weight here has weight 1.
     weights: dict[str, float] = field(default_factory=dict)
 
 
 class Scorer:
-    """Rewards of a run with their processes. Close it, or use it in a `with`.
+    """Rewards of a run and their worker processes. Call `close` at the end, or use the scorer in a `with`.
 
-    logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None:
-    the standard error. emit: writes an event at the first failure of each cause. episodes: environments play the
-    rollouts, and call the functions that take `environments` themselves.
+    logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None
+    means standard error. emit: writes an event at the first failure of each cause. episodes: rollouts are episodes of
+    environments, whose processes call the reward functions with a parameter `environments`.
     """
 
     def __init__(
@@ -64,31 +65,31 @@ class Scorer:
     ) -> None:
         self._sections = sections
         self._episodes = episodes
-        # Indices of the rewards that environments call.
+        # Indices of the rewards that the environments' processes call.
         self._called_by_environments: set[int] = set()
-        # Names of parts that environments gave so far.
+        # Names of the rewards that environments gave so far.
         self._environment_names: set[str] = set()
         self._names_lock = threading.Lock()
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._deciding_index, self._correct_at = correctness(sections)
-        # An environment's own value decides if a rollout is right, unless a reward has a `correct_at`.
+        # If no reward has a `correct_at`, an environment's reward decides if a rollout is right.
         self._has_correct_at = any(section.correct_at is not None for section in sections)
         self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
         self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
         size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
-        # Last in, first out: a small batch keeps to the worker that is already running.
+        # Last in, first out, so that a small batch uses a worker whose process is already running.
         self._idle: LifoQueue[RewardWorker] = LifoQueue()
         self.workers = [RewardWorker(sections, self._log.descriptor if self._log else None) for _ in range(size)]
         for worker in self.workers:
             self._idle.put(worker)
 
     def score(self, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]] = ()) -> list[Score]:
-        """Return one score an item, in order. Never raises an error of a reward.
+        """Return one score for each item, in order. Never raises an error of a reward.
 
-        environment_values: values of each item that its environment gave, by name: those of rewards that it calls, and
-        further parts of the sum, each of weight 1.
+        environment_values: for each item, the values by name that its environment gave. A name of a reward that the
+        environment calls is this reward's value. Any other name is a further part of the sum, of weight 1.
         """
         environment_values = environment_values or [{}] * len(items)
         columns = [self._score_by(index, items, environment_values) for index in range(len(self._sections))]
@@ -101,7 +102,7 @@ class Scorer:
         return scores
 
     def try_on_sample(self, item: RewardInput) -> Score:
-        """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
+        """Score one item before the run starts. Raises UnusableError with one line for each reward that fails."""
         if any(section.name not in INLINE for section in self._sections):
             self.workers[0].start()
         outcomes = [self._score_by(index, [item], [{}])[0] for index in range(len(self._sections))]
@@ -129,7 +130,7 @@ class Scorer:
     def _score_by(
         self, index: int, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]]
     ) -> list[Outcome]:
-        """Score items by one reward: by a call here, or by the value that their environment gave."""
+        """Return the outcomes of one reward: from calls of the reward, or from the values that environments gave."""
         if index not in self._called_by_environments:
             outcomes = self._run_reward(index, items)
             kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)}
@@ -162,10 +163,10 @@ class Scorer:
         *,
         may_wait: bool = False,
     ) -> Score:
-        """Combine an item's outcomes to its score; count failures.
+        """Combine the outcomes of one item to its score, and count the failures.
 
-        environment_parts: parts of the sum that an environment gave, by name; one with a reward's name gets a prefix.
-        may_wait: an episode may be judged later, so that an item without a value has not failed.
+        environment_parts: parts of the sum that an environment gave, by name. A part with the name of a reward gets a
+        prefix. may_wait: an environment may judge the item later, so an item without a value has not failed.
         """
         environment_parts = self._limit_names(
             {
@@ -201,14 +202,14 @@ class Scorer:
             deciding_value: float | None = sum(environment_parts.values())
         else:
             deciding_value = parts[self.names[self._deciding_index]] if self.names else None
-            # A reward that does not judge a rollout leaves it to the next one.
+            # If the deciding reward does not judge the rollout, the first reward that judges it decides.
             if deciding_value is None and not self._has_correct_at:
                 deciding_value = next((part for part in parts.values() if part is not None), None)
         is_right = (deciding_value or 0.0) >= self._correct_at - 1e-9
         return Score(value=value, parts=parts, failed=None, right=is_right, weights=self._weights)
 
     def _limit_names(self, parts: dict[str, float]) -> dict[str, float]:
-        """Return an environment's parts of a sum; add up parts of names beyond `MAX_NAMES` as `OTHER_NAMES`."""
+        """Return an environment's parts by name. Parts whose names exceed `MAX_NAMES` are added up as `OTHER_NAMES`."""
         limited_parts: dict[str, float] = {}
         for name, part in parts.items():
             with self._names_lock:
