@@ -1,7 +1,8 @@
-"""`rlctl bench agents`: the cost of the agents' endpoint, without an engine.
+"""`rlctl bench agents`: the cost of the HTTP endpoint that agents talk to, without an engine.
 
-All of a run's parts but the engine are real: the pool with one process, the endpoint, histories and templates, the
-player. Agents only tell their addresses. Each session asks for several turns, one after another, over one connection.
+The environment pool (one process), the endpoint, chat histories, templates and the player are those of a run. The
+engine is replaced by one that answers at once. The agents only write the endpoint's address and key to a file; the
+bench itself sends the requests. Each session asks for several turns, one after another, over one connection.
 """
 
 import asyncio
@@ -32,18 +33,19 @@ from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.types import RolloutStart
 from rlctl.utils.event_loop import EventLoop
 
-# An agent that only tells its address.
+# An agent that only writes the address and the key of its endpoint to a file.
 _AGENT = "rlctl.environments.agents.runners:announce"
 _NO_DEADLINE_S = 1e8
 _DEADLINE_S = 600.0
 _MEMORY_MIB = 1 << 16
-# Words of a vocabulary, tokens of a turn, turns of a session.
+# Words of the tokenizer's vocabulary.
 _VOCABULARY = 32_000
+# Tokens that each turn samples, and turns of a session.
 _TURN = 128
 TURNS = 8
-# Bytes of one tool's schema. Half of a body is tools, as the requests of agents at a terminal are.
+# Bytes of one tool's schema. Half of a request's body is tool schemas, as in requests of coding agents.
 _TOOL = 1500
-# Messages as Qwen writes them, with their tools and calls.
+# A chat template like Qwen's, with tools and tool calls.
 _TEMPLATE = (
     "{% if tools %}<im_start> system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %} <end> {% endif %}"
     "{% for m in messages %}<im_start> {{ m.role }}\n{{ m.content }}"
@@ -54,16 +56,16 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class ServerRow:
-    """Requests of one size, of sessions that ask at one time."""
+    """Measurements of requests of one size, from one number of concurrent sessions."""
 
     body: int  # bytes of a session's first request
-    sessions: int
-    requests: int
+    sessions: int  # concurrent ones
+    requests: int  # of all sessions
     server: float  # CPU seconds of the agents' process for a request
     driver: float  # CPU seconds of the driver's event loop for a request
-    wait: float  # seconds of a request, median
-    longest: float
-    memory: int  # bytes that the process grew by
+    wait: float  # seconds from a request to its response, median
+    longest: float  # the same, of the slowest request
+    memory: int  # bytes by which the agents' process grew
 
     def cells(self) -> Cells:
         """Return the cells of its table row."""
@@ -80,7 +82,7 @@ class ServerRow:
 
 @dataclass
 class AnsweringEngines:
-    """Engines that answer each request at once."""
+    """Stand-in for engines: it answers each request at once, with the same tokens."""
 
     events: EventLoop
     tokens: np.ndarray[Any, np.dtype[np.int32]] = field(init=False)
@@ -97,7 +99,7 @@ class AnsweringEngines:
 
 
 def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> list[ServerRow]:
-    """Measure one session, and many at a time, for each size of a body in bytes."""
+    """Measure one session alone, and `sessions` concurrent ones, for each size (bytes) of a first request."""
     word_tokenizer(_VOCABULARY).save_pretrained(folder / "words")
     spec = ChatSpec(str(folder / "words"), _TEMPLATE, None, None, "text")
     session_counts = [1, sessions] if sessions > 1 else [1]
@@ -121,7 +123,7 @@ def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say
         addresses = _addresses(files, ended)
         process = _agents_process(pool)
         opening = _opening(size)
-        # The first request of a process reads tables of the tokenizer and the template.
+        # The first request loads the tokenizer and compiles the template, so it is made before anything is counted.
         asyncio.run(_play_sessions(addresses[:1], opening, 1))
         server_before = _cpu_seconds(process)
         driver_before = runner.events.ask(time.thread_time)
@@ -151,7 +153,7 @@ def _start(index: int, file: Path) -> RolloutStart:
 
 
 def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
-    """Return (address, key) of each agent, once all are there. Raises RuntimeError."""
+    """Wait until every agent has written its file; return (address, key) of each. Raises RuntimeError if one fails."""
     addresses = list[tuple[str, str]]()
     end = time.monotonic() + _DEADLINE_S
     for file in files:
@@ -168,7 +170,7 @@ def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
 
 
 def _agents_process(pool: EnvironmentPool) -> psutil.Process:
-    """Return the process of the agents, below its two supervisors."""
+    """Return the process that runs the agents. It is a grandchild of the pool's process: two supervisors are above."""
     return psutil.Process(pool.pids()[0]).children()[0].children()[0]
 
 
@@ -177,7 +179,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 def _opening(size: int) -> dict[str, Any]:
-    """Return a first request of about `size` bytes, half tools."""
+    """Return the body of a session's first request: about `size` bytes, half of which are tool schemas."""
     rng = random.Random(0)
     tools = list[dict[str, Any]]()
     while len(json.dumps(tools)) < size // 2:
@@ -192,7 +194,7 @@ def _opening(size: int) -> dict[str, Any]:
 
 
 async def _play_sessions(addresses: list[tuple[str, str]], opening: dict[str, Any], turns: int) -> list[float]:
-    """Play all sessions side by side; return the seconds of each request."""
+    """Play all sessions concurrently; return the seconds of each request."""
     waits = list[float]()
     sessions = [
         _play_session(index=index, base_url=base_url, key=key, opening=opening, turns=turns, waits=waits)
@@ -206,11 +208,14 @@ async def _play_sessions(addresses: list[tuple[str, str]], opening: dict[str, An
 async def _play_session(
     index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]
 ) -> None:
-    """Ask for turns, each with all messages before it, as agents do. Raises RuntimeError for another answer."""
+    """Request `turns` turns. Each request has all earlier messages, as agents send them. Add its seconds to `waits`.
+
+    Raises RuntimeError for a response with another status than 200.
+    """
     parts = urlsplit(base_url)
     body = dict(opening)
     user = f"session {index} of many"
-    # The histories of sessions differ.
+    # A message with the session's number, so that no two sessions have the same history.
     body["messages"] = [*opening["messages"], {"role": "user", "content": user}]
     head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: "
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
@@ -239,7 +244,7 @@ _AGENTS_LEGEND = (
 
 @dataclass(frozen=True)
 class AgentsBench(Bench):
-    """Requests of several sizes, of one session and of many."""
+    """Requests of several sizes, from one session alone and from many at the same time."""
 
     bodies: Sequence[int]  # bytes
     sessions: int

@@ -1,6 +1,7 @@
-"""`rlctl bench algorithms`: one recipe trained by several algorithms and seeds, and how fast each learns.
+"""`rlctl bench algorithms`: trains one recipe with several algorithms and seeds, and compares how fast they learn.
 
-An algorithm is a file of a few keys that goes over any recipe (recipes/algorithms), overrides, or both.
+An algorithm is a file with a few keys that are merged over any recipe (such as those in recipes/algorithms), or some
+overrides, or both.
 """
 
 import re
@@ -35,20 +36,20 @@ _BARE = ("checkpoint.every=0", "checkpoint.at_end=false", "telemetry.dashboard=o
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """One run: lists have an entry for each validation."""
+    """Course of one run. Each list has one entry for each validation."""
 
     seed: int
     steps: list[int]
-    rollouts: list[int]  # sampled for the steps until then, trained or not
-    seconds: list[float]  # of the steps until then, without validation
-    accuracy: list[float]
+    rollouts: list[int]  # sampled until the validation, trained or not
+    seconds: list[float]  # of the steps until the validation, without validations
+    accuracy: list[float]  # held-out, 0 to 1
     tokens: int  # generated in the whole run
-    wasted: float  # share in groups that were not trained
+    wasted: float  # share of these tokens in groups that were not trained
 
     def find_target(self, target: float) -> int | None:
-        """Return the index of the first validation at the target that the next one confirms; None without one.
+        """Return the index of the first validation that reaches the target, if the next validation reaches it too.
 
-        Nothing can confirm the last one, so it counts as it is.
+        The last validation needs no confirmation. Return None if no validation qualifies.
         """
         for index, value in enumerate(self.accuracy):
             if value >= target and self.accuracy[min(index + 1, len(self.accuracy) - 1)] >= target:
@@ -57,7 +58,7 @@ class LearningCurve:
 
 
 def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> LearningCurve:
-    """Return the curve of a run with this config from its metrics. Raises RuntimeError without any accuracy."""
+    """Return the curve of a run from its metrics and its config. Raises RuntimeError without a held-out accuracy."""
     curve = LearningCurve(seed, [], [], [], [], tokens=0, wasted=0.0)
     rollouts = 0
     seconds = 0.0
@@ -103,7 +104,10 @@ class AlgorithmRow:
         return fmean(run.seconds[-1] / max(1, run.steps[-1]) for run in self.runs)
 
     def to_target(self, target: float) -> tuple[int, float | None, float | None]:
-        """Return (runs that reach it, their mean rollouts, their mean seconds until then)."""
+        """Return (number of runs that reach the target, their mean rollouts until then, their mean seconds until then).
+
+        The means are None if no run reaches the target.
+        """
         indices = [run.find_target(target) for run in self.runs]
         points = [(run, index) for run, index in zip(self.runs, indices) if index is not None]
         if not points:
@@ -117,12 +121,12 @@ class AlgorithmRow:
 
 @dataclass(frozen=True)
 class AlgorithmResults(Results):
-    """Rows of all algorithms."""
+    """Results of all algorithms, a row for each."""
 
     recipe: str
-    seeds: int  # asked for
+    seeds: int  # as requested; a failed or interrupted run has no curve
     steps: int
-    target: float
+    target: float  # held-out accuracy
     rows: list[AlgorithmRow]
     failed: list[str]  # a line for each run that failed
     interrupted: bool = False
@@ -185,7 +189,7 @@ class AlgorithmResults(Results):
 
 def _curve(row: AlgorithmRow) -> Curve:
     def summarize(name: str, function: Callable[[Sequence[float]], float]) -> list[float]:
-        """Return the function of all runs' values at each validation."""
+        """Apply `function` to the values of all runs at each validation. name: field of `LearningCurve`."""
         values_by_run = [getattr(run, name) for run in row.runs]
         return [function(values) for values in zip(*values_by_run)]
 
@@ -214,7 +218,7 @@ class AlgorithmBench(Bench):
     extra: list[str]  # overrides for every run
 
     def check(self) -> list[Problem]:
-        # Names of the algorithms by their problem.
+        # Problem -> names of the algorithms that have it.
         names_by_problem: dict[str, list[str]] = {}
         repeated_names = {name for name in self.algorithms if self.algorithms.count(name) > 1}
         if repeated_names:
@@ -225,7 +229,7 @@ class AlgorithmBench(Bench):
                     config = self.config_of(name, Path(folder))
                 except ConfigError as error:
                     for problem in error.problems:
-                        # The user has not seen the command that the override's number refers to.
+                        # Remove the override's number: it counts in a command that the user has not typed.
                         message = re.sub(r"^override \d+: ", "", str(problem))
                         names_by_problem.setdefault(message, []).append(name)
                     continue
@@ -237,7 +241,10 @@ class AlgorithmBench(Bench):
         return [Problem(", ".join(names), "", message) for message, names in names_by_problem.items()]
 
     def measure(self, folder: Path, say: Say) -> AlgorithmResults:
-        """Measure seed by seed, so that the rows before Ctrl-C can be compared. A run that fails is left out."""
+        """Run every algorithm with one seed before the next seed, so that results can be compared after Ctrl-C.
+
+        A run that fails is left out of the rows, and listed in `AlgorithmResults.failed`.
+        """
         configs = {name: self.config_of(name, folder) for name in self.algorithms}
         progress = _Progress(say, [config.grpo.num_steps for config in configs.values()] * self.seeds)
         curves: dict[str, list[LearningCurve]] = {name: [] for name in self.algorithms}
@@ -278,12 +285,12 @@ class AlgorithmBench(Bench):
         return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *run_settings]), run, watch)
 
     def config_of(self, name: str, folder: Path) -> GrpoConfig:
-        """Return the config of an algorithm's runs. Raises ConfigError."""
+        """Return the config of the runs of the algorithm `name`. Raises ConfigError if it is invalid."""
         recipe, overrides = self._write_recipe(name, folder)
         return load("grpo", recipe, overrides).settled.config
 
     def _write_recipe(self, name: str, folder: Path) -> tuple[str, list[str]]:
-        """Write a recipe that puts the algorithm over the bench's recipe; return (recipe, overrides) of its runs."""
+        """Write a recipe that merges the algorithm's file over the bench's recipe; return (recipe, overrides)."""
         file, algorithm_overrides = _find_algorithm(name)
         files = [find_recipe(self.recipe)]
         if file:
@@ -299,7 +306,10 @@ def _file_name(text: str) -> str:
 
 
 def _find_algorithm(name: str) -> tuple[Path | None, list[str]]:
-    """Return (file, overrides) of an algorithm as it was named. Raises ConfigError."""
+    """Return (file or None, overrides) of an algorithm, for example of "grpo grpo.loss.clip_high=0.4".
+
+    Raises ConfigError if there is no such algorithm.
+    """
     try:
         words = shlex.split(name)
     except ValueError as error:
@@ -320,7 +330,7 @@ def _find_algorithm(name: str) -> tuple[Path | None, list[str]]:
 
 @dataclass
 class _Progress:
-    """Progress over all runs, and the time that the rest will take if runs go on as they did."""
+    """Display of progress over all runs, with an estimate of the time that is left."""
 
     say: Say
     steps: list[int]  # of each run
@@ -331,7 +341,7 @@ class _Progress:
 
     @contextmanager
     def run(self, label: str) -> Iterator[None]:
-        """Count the run that the block makes."""
+        """Show that a run begins. Count the run as done when the block ends."""
         self._label = label
         self._step = 0
         self._report("")
@@ -339,7 +349,7 @@ class _Progress:
         self._done += 1
 
     def watch(self, records: Sequence[Record]) -> None:
-        """Read a run's new records; tell of each validation."""
+        """Take the new records of the current run; show the accuracy of each validation."""
         for record in records:
             self._step = int(record["step"])
             if record["kind"] == "validation":

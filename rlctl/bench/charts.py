@@ -1,4 +1,4 @@
-"""The chart that `rlctl bench algorithms --plot` writes. matplotlib is imported only when one is drawn."""
+"""The chart that `rlctl bench algorithms --plot` writes. matplotlib is imported only to draw it."""
 
 import io
 from collections.abc import Sequence
@@ -9,17 +9,18 @@ from typing import Any
 from rlctl.utils.files import write_whole
 
 _BOUND = "#c0392b"
-# Colours that colour-blind readers tell apart: Okabe and Ito's, with brown for their yellow. Then again, dashed.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, with brown in place of yellow. A ninth curve has
+# the first colour again, in the next line style.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8c6d31", "#000000")
 _STYLES = ("-", "--", ":")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Line through the means of several runs, with a band from the least to the greatest run."""
+    """Line through the means of several runs, in a band from the lowest to the highest run."""
 
     name: str
-    x: dict[str, Sequence[float]]  # by the label of the panel
+    x: dict[str, Sequence[float]]  # label of a panel -> x values in this panel
     mean: Sequence[float]
     least: Sequence[float]
     greatest: Sequence[float]
@@ -27,15 +28,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class CurveChart:
-    """The same curves in a panel for each of their x, side by side."""
+    """Several panels in one row. Each draws the same curves over another x."""
 
     title: str
     label: str  # of the y axis
     curves: list[Curve]
-    bound: float  # a dashed line
+    bound: float  # y of a dashed horizontal line
 
     def write(self, path: Path) -> None:
-        """Write a PNG or SVG, by the name's ending, atomically. Needs matplotlib."""
+        """Write the chart atomically as PNG or SVG; the file name's ending decides. Needs matplotlib."""
         drawing = io.BytesIO()
         self._figure().savefig(drawing, format=path.suffix[1:], dpi=150)
         write_whole(path, drawing.getvalue())

@@ -22,7 +22,7 @@ UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _DISPATCH_DEADLINE_S = 300.0
 _BUFFER_BYTES = 1 << 20
 _IDLE_S = 2.0
-# A row ends after this time even with calls left to make.
+# A row makes no further call after this time, even if its number of calls is not reached.
 _ROW_S = 10.0
 _DISPATCH_LEGEND = (
     "ordinary, compiled: round trip of a call that only takes its payload, median; idle: cores that a worker burns "
@@ -34,7 +34,7 @@ class Echo:
     """A worker that returns the size of its payload."""
 
     def take(self, payload: NDArray[np.uint8]) -> int:
-        """Return its bytes."""
+        """Return the number of bytes of the payload."""
         return len(payload)
 
 
@@ -44,7 +44,7 @@ class DispatchBench(Bench):
 
     workers: Sequence[int]  # sizes of the groups
     payloads: Sequence[int]  # bytes that every worker gets with a call
-    calls: int  # of a row, at most
+    calls: int  # the most calls of a row
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
         with local_ray(folder):
@@ -81,9 +81,9 @@ class DispatchBench(Bench):
             group.kill()
 
     def _measure_call(self, group: WorkerGroup, size: int) -> float:
-        """Return the median seconds of a call, until the row's calls or its time are used up, without the first tenth.
+        """Return the median seconds of a call with a payload of `size` bytes. The first tenth of the calls is left out.
 
-        Raises RuntimeError if a worker received something else.
+        Make `self.calls` calls, or as many as fit into 10 s. Raises RuntimeError if a worker received another size.
         """
         payload = np.zeros(size, np.uint8)
         seconds = []
@@ -100,7 +100,7 @@ class DispatchBench(Bench):
 
 
 def _measure_idle(group: WorkerGroup) -> float:
-    """Return the cores that the busiest worker burns while nobody calls it."""
+    """Return the number of cores that the busiest worker uses while nobody calls it, over 2 s."""
     processes = [psutil.Process(worker.pid()) for worker in group.workers]
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(_IDLE_S)
@@ -110,18 +110,18 @@ def _measure_idle(group: WorkerGroup) -> float:
 
 @dataclass(frozen=True)
 class DispatchRow:
-    """One size of group and payload. Without a compiled graph its figures are None, and `why` is the reason."""
+    """Measurements for one size of group and of payload."""
 
     workers: int
     payload: int  # bytes
-    ordinary: float  # seconds of a round trip, median
-    compiled: float | None
-    idle: float  # cores that the busiest worker burns between calls
-    why: str
+    ordinary: float  # median seconds of a round trip by ordinary calls
+    compiled: float | None  # the same through a compiled graph; None if there could be no graph
+    idle: float  # cores that the busiest worker uses between calls
+    why: str  # reason why there is no compiled graph; "" if there is one
 
     @property
     def ratio(self) -> float | None:
-        """Time of an ordinary call over that of a compiled one, at the median."""
+        """Median time of an ordinary call divided by that of a call through the compiled graph."""
         return None if self.compiled is None else self.ordinary / self.compiled
 
     def cells(self) -> Cells:
@@ -138,7 +138,7 @@ class DispatchRow:
 
 @dataclass(frozen=True)
 class DispatchResults(Results):
-    """A row for each size of group and payload."""
+    """Results: a row for each size of group and of payload."""
 
     rows: list[DispatchRow]
 

@@ -1,4 +1,7 @@
-"""A vLLM worker of `rlctl bench refit`: a run's own refit end, that of the plain link, a comparison of bits."""
+"""The vLLM worker of `rlctl bench refit`.
+
+It receives weights by a run's refit and over the plain link, and compares the delivered weights with the sent ones.
+"""
 
 from typing import Any
 
@@ -17,7 +20,7 @@ from rlctl.refit.weight_sink import WholeTensorSink
 
 
 class BenchWorker(RefitWorker):
-    """Mix-in of vLLM's worker; `self.rank` counts the workers of its engine."""
+    """Mix-in of vLLM's worker. `self.rank` is the worker's rank in its engine."""
 
     _bench: BenchEnd
 
@@ -26,18 +29,21 @@ class BenchWorker(RefitWorker):
         return find_adapters(self.model_runner.get_model())
 
     def bench_meet(self, port: int, parties: int) -> None:
-        """Join the other processes of the bench."""
+        """Join the barrier of all processes of the bench, at `port` of this host."""
         self._bench = BenchEnd(self.device, Meeting(port, parties, server=False))
 
     def bench_clear(self) -> None:
-        """Leave the last row's transport."""
+        """Close the transport that the last row used."""
         if self._rl_receiver:
             self._rl_receiver.close()
         self._rl_receiver = None
         self._bench.clear()
 
     def bench_refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
-        """Receive and commit several times, by the transport that `rl_open` joined."""
+        """Receive and commit `rounds` versions, from `version` on, by the transport that `rl_open` joined.
+
+        in_turn: each round begins to receive only after the trainer has sent.
+        """
 
         def work(number: int) -> Timing:
             if in_turn:
@@ -56,11 +62,14 @@ class BenchWorker(RefitWorker):
         return self._bench.measure(rounds, work)
 
     def bench_plain_rounds(self, spec: TransportSpec, first_rank: int, payload: int, rounds: int) -> Measured:
-        """Receive `payload` bytes over the plain link."""
+        """Receive `payload` bytes over the plain link, `rounds` times. first_rank: the link's rank of worker 0."""
         return self._bench.plain_rounds(spec, first_rank + self.rank, payload, rounds)
 
     def bench_differences(self, plan: RefitPlan, version: int, master: str) -> list[str]:
-        """Return the names of the tensors that differ here from a version as it was sent."""
+        """Return the names of the tensors of which this worker's part differs in a bit from the sent `version`.
+
+        master: dtype of the trainer's weights, from which the sent values are computed.
+        """
         delivered = self._bench_tensors(plan)
         differing = []
         for entry in plan.entries:
@@ -72,7 +81,10 @@ class BenchWorker(RefitWorker):
         return differing
 
     def bench_forget(self) -> None:
-        """Zero every parameter, so that old weights cannot pass for new ones; not on CPU, where vLLM repacks them."""
+        """Zero every parameter, so that `bench_differences` cannot take old weights for new ones.
+
+        On a CPU vLLM repacks its weights, so only adapters are zeroed there.
+        """
         adapters = self._bench_adapters
         if self.device.type == "cpu" and not adapters:
             return
@@ -82,7 +94,10 @@ class BenchWorker(RefitWorker):
                 tensor.zero_()
 
     def _bench_tensors(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
-        """Return where each tensor is: parts of the live parameters, or on CPU the tensors delivered to the loader."""
+        """Return for each tensor its delivered parts, as (index into the whole tensor, values).
+
+        The values are views of the live parameters. On a CPU they are the tensors that were delivered to vLLM's loader.
+        """
         if adapters := self._bench_adapters:
             self._rl_regions = adapters.regions
         elif self._rl_regions is None:

@@ -1,6 +1,6 @@
-"""Interfaces of `rlctl bench`: a `Bench` checks and measures; its `Results` become text, tables, a chart and JSON.
+"""Interfaces of `rlctl bench`: a `Bench` checks and measures. Its `Results` become text, tables, a chart and JSON.
 
-Nothing here prints: `rlctl.cli.bench` does.
+`rlctl/cli/bench_frame.py` prints them; this module prints nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -13,9 +13,9 @@ from rlctl.bench.charts import CurveChart
 from rlctl.config.errors import Problem, did_you_mean
 
 Measured = TypeVar("Measured")
-# Receives one line about the part that begins, for the display of progress.
+# Displays progress. It is called with one line on the measurement that begins.
 Say = Callable[[str], None]
-# Cells of one table row, each as (column, text).
+# One table row: pairs of a column's title and the cell's text.
 Cells = list[tuple[str, str]]
 
 
@@ -23,14 +23,14 @@ class Bench(ABC):
     """One measurement; its fields hold all options."""
 
     def check(self) -> list[Problem]:
-        """Return every reason why it cannot be measured; called before anything starts."""
+        """Return every reason why this bench cannot be measured. It is called before anything starts."""
         return []
 
     @abstractmethod
     def measure(self, folder: Path, say: Say) -> "Results":
-        """Measure, with logs and temporary files in the empty `folder`, which is removed afterwards.
+        """Measure and return the results. folder: an empty scratch folder for logs and temporary files.
 
-        Raises ConfigError for settings refused by a run's own checks, and RuntimeError, OSError or an error of
+        Raises ConfigError for settings that the checks of a run refuse, and RuntimeError, OSError or an error of
         `rlctl.workers.errors` for a failed measurement.
         """
 
@@ -40,12 +40,12 @@ class Line:
     """One line of text."""
 
     text: str
-    style: str = ""  # as rich names it
+    style: str = ""  # a style of the package rich, for example "dim"
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows with the same columns; the first column names the row."""
+    """Table of rows with the same columns. The first column names the row."""
 
     rows: list[Cells]
     bold: Sequence[int] = ()  # indices of rows in bold
@@ -53,38 +53,38 @@ class ResultTable:
 
 
 class Results(ABC):
-    """Measurements of one bench: a dataclass with `rows`, in the order measured."""
+    """Results of one bench: a dataclass with a field `rows`, in the order in which they were measured."""
 
     rows: Sequence[Any]
-    # True after Ctrl-C: the rows were measured until then.
+    # True if Ctrl-C ended the bench early: then some rows are missing.
     interrupted: bool = False
 
     @abstractmethod
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return the printed text. wide: the terminal has at least 120 columns."""
+        """Return the lines and tables to print. wide: the terminal has at least 120 columns."""
 
     def chart(self) -> CurveChart | None:
         """Return the chart of `--plot`; None for a bench without that option."""
         return None
 
     def derived_figures(self, row: Any) -> dict[str, Any]:
-        """Return the figures of a row that follow from its fields, for JSON."""
+        """Return figures computed from a row's fields, by name. `as_json` adds them to the row."""
         return {}
 
     def as_json(self) -> Any:
-        """Return all fields, and with each row its derived figures."""
+        """Return all fields as plain containers. Each row also has its derived figures."""
         rows = [asdict(row) | self.derived_figures(row) for row in self.rows]
         return asdict(cast(Any, self)) | {"rows": rows}
 
     def errors(self) -> list[str]:
-        """Return one line for each reason to end with exit code 1 though everything was measured."""
+        """Return one line for each reason to exit with code 1 although all was measured, such as wrong weights."""
         return []
 
 
 def until_interrupted(measurements: Iterable[Measured]) -> tuple[list[Measured], bool]:
-    """Return the measured rows, and True if Ctrl-C ended the measurement.
+    """Collect measured rows until the iterator ends or Ctrl-C. Return them, and True if Ctrl-C ended the measurement.
 
-    Raises KeyboardInterrupt if nothing was measured until then.
+    Raises KeyboardInterrupt if Ctrl-C came before the first row.
     """
     rows: list[Measured] = []
     try:
@@ -98,7 +98,10 @@ def until_interrupted(measurements: Iterable[Measured]) -> tuple[list[Measured],
 
 
 def words(option: str, text: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:
-    """Read the parts of a comma-separated list; add a problem for each that is not allowed."""
+    """Return the words of a comma-separated list. Add a problem for each word that is not in `allowed`.
+
+    option: name of the option in a problem.
+    """
     allowed = tuple(allowed)
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
@@ -111,9 +114,10 @@ def words(option: str, text: str, allowed: Iterable[str], problems: list[Problem
 def numbers(
     option: str, text: str, like: str, problems: list[Problem], units: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Read the numbers of a comma-separated list, each perhaps with one of the units (name -> factor).
+    """Return the numbers of a comma-separated list. A number may end with a unit, such as KB in 7KB.
 
-    Adds a problem with the example `like` for the first part that is no number, and then returns nothing.
+    units: name -> factor. like: example of a valid list. If a part is not a number, add a problem with the example and
+    return an empty tuple.
     """
     values = []
     units = units or {"": 1}

@@ -1,8 +1,8 @@
-"""`rlctl bench generation`: engines' tokens a second, in one turn and in several turns of the same total.
+"""`rlctl bench generation`: tokens a second that engines sample, in one turn and in several turns of the same total.
 
-No trainer runs, so weights do not change. Engines, dispatcher, players and environment processes are a run's own; all
-rows share the same engines. Prompts are new in every round, so that caches hold a rollout's own turns and its group's
-prompt, and no more.
+No trainer runs, so weights do not change. All rows share the engines, which are those of a run, as are dispatcher,
+players and environment processes. Prompts are new in every round, so that a prefix cache can only have the earlier
+turns of the same rollout and the prompt of its group.
 """
 
 import random
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.runner import RolloutRunner
 
-# A word marks who speaks, one ends a turn: as short as a template can be.
+# The shortest possible chat template: one word marks the speaker, one word ends a turn.
 _TEMPLATE = (
     "{% for m in messages %}{{ 'w4' if m.role == 'assistant' else 'w3' }} {{ m.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}w4 {% endif %}"
 )
-# Tokens between two turns: the message, the marks of both, the end of both, and one to spare.
+# Tokens between two turns: the environment's message, two speaker marks, two end marks, and one to spare.
 _BETWEEN = len(ANSWER.split()) + 5
-# Forced lengths are drawn, and cut at a turn's tokens: they are drawn from a range this much longer.
+# Forced lengths have this multiple of a rollout's tokens as mean, so that a turn always ends at its `max_new_tokens`.
 _FAR = 1000
-# Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
+# Tokens of each turn in the warm-up, in which kernels are compiled.
 _WARM_UP = 4
-# Bytes of the copy that tells the device's bandwidth.
+# Bytes that are copied to measure the memory bandwidth of a GPU, and of a CPU; and number of copies.
 _COPIED = 1 << 30
 _COPIED_CPU = 1 << 28
 _COPIES = 10
@@ -76,16 +76,16 @@ _GENERATION_LEGEND = (
 
 @dataclass(frozen=True)
 class GenerationBench(Bench):
-    """Rollouts of equally many sampled tokens, a row for each number of turns."""
+    """Rollouts that all sample the same number of tokens, a row for each number of turns."""
 
     model: str
     prompts: int
     generations: int  # rollouts of a prompt
     tokens: int  # sampled in a rollout
-    turns: tuple[int, ...]
+    turns: tuple[int, ...]  # numbers of turns of a rollout
     spread: float  # of the lengths of a rollout's turns, see `TurnLengths`
-    pause: float  # seconds of the environment between two turns
-    rounds: int
+    pause: float  # seconds that the environment takes between two turns
+    rounds: int  # of each row
     extra: list[str]  # overrides of the GRPO config
 
     def check(self) -> list[Problem]:
@@ -109,7 +109,7 @@ class GenerationBench(Bench):
 
     @property
     def _length(self) -> int:
-        """Tokens of a whole rollout at its longest."""
+        """The most tokens of a rollout, with its prompt and the environment's messages."""
         return PROMPT_WORDS + 3 + self.tokens + max(self.turns, default=1) * _BETWEEN
 
     def measure(self, folder: Path, say: Say) -> "GenerationResults":
@@ -123,7 +123,7 @@ class GenerationBench(Bench):
         shape = shape_folder(self.model, folder)
         logs = folder / "logs"
         warnings = list[str]()
-        # Mistakes are reported before weights are made, which takes minutes.
+        # The config is checked first, because making random weights takes minutes.
         written = self._write_config(shape, folder)
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
@@ -143,7 +143,7 @@ class GenerationBench(Bench):
         speed = in_process(copy_speed, count_gpus() > 0)
         say("engines")
         try:
-            # Environments before Ray, which has threads: their processes are forked.
+            # Start environments before Ray: their processes are forked, and Ray starts threads, which a fork breaks.
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
                 setup = set_up(config, environments, chat, next(prompts))
                 dispatcher = stack.enter_context(engines(settled, files, (), 0, logs, emit, environments.events))
@@ -176,7 +176,7 @@ class GenerationBench(Bench):
         )
 
     def _write_config(self, shape: Path, folder: Path) -> SettledGrpo:
-        """Write data and a template; return the config of engines that serve all rows. Raises ConfigError."""
+        """Write data and a chat template; return a config whose engines can serve every row. Raises ConfigError."""
         (folder / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
         (folder / "chat.jinja").write_text(_TEMPLATE)
         settings = (
@@ -189,7 +189,7 @@ class GenerationBench(Bench):
             f"grpo.num_prompts_per_step={self.prompts}",
             f"grpo.num_generations_per_prompt={self.generations}",
             f"generation.max_new_tokens={self.tokens // max(self.turns)}",
-            # No turn ends before its tokens are sampled, for any end token of a user's model.
+            # Forced lengths, because a turn must not end early if the model samples an end token.
             f"generation.forced_lengths=[{_FAR * self.tokens},0.001]",
             "environment.name=rlctl.bench.slow_partner:SlowPartner",
             f"environment.args.seconds={self.pause}",
@@ -205,8 +205,8 @@ class GenerationBench(Bench):
         prompts: Iterator[Task],
         say: Say,
     ) -> "Iterator[Round]":
-        """Yield the rounds, all rows in each, so that a device getting slower slows all rows."""
-        # The first rollouts trigger the compilation in the engines.
+        """Yield the rounds. Each round plays every row, so that a device that becomes slower affects all rows."""
+        # The first rollouts make the engines compile their kernels.
         say("warm-up")
         for played in rows:
             self._play_round(dispatcher, played, prompts, version=0, length=min(_WARM_UP, self.tokens // played.turns))
@@ -224,12 +224,15 @@ class GenerationBench(Bench):
         version: int,
         length: int,
     ) -> "Round":
-        """Sample once. version: tells the rounds' seeds apart. length: tokens of a mean turn. Raises RuntimeError."""
+        """Play one round of one row. version: makes the seeds of rounds differ. length: mean tokens of a turn.
+
+        Raises RuntimeError if a rollout ends before it has sampled all of its tokens.
+        """
         turns = played.turns
         played.lengths.tokens = turns * length
         sampling = Sampling(
             purpose="train",
-            # Rows sample with different seeds.
+            # The number of turns is the seed, so that rows sample with different seeds.
             run_seed=turns,
             groups_per_step=self.prompts,
             num_rollouts=self.generations,
@@ -261,14 +264,13 @@ class GenerationBench(Bench):
 
 @dataclass
 class TurnLengths:
-    """Engines that draw each turn's length, in place of the requested one, see `Engines`."""
+    """Wrapper of `Engines` that replaces the requested length of each turn by a drawn one."""
 
     engines: Engines
-    turns: int
-    # Lengths are in the ratio of log-normal numbers, whose logarithm has this standard deviation. 0: all are equal.
+    turns: int  # of a rollout
+    # Lengths are proportional to log-normal numbers, whose logarithm has this standard deviation. 0: all are equal.
     spread: float
-    # Tokens of all turns of a rollout.
-    tokens: int
+    tokens: int  # of all turns of a rollout
 
     @property
     def events(self) -> EventLoop:
@@ -287,56 +289,56 @@ class TurnLengths:
 
 @lru_cache(maxsize=8192)
 def turn_lengths(rollout: RolloutId, turns: int, tokens: int, spread: float) -> tuple[int, ...]:
-    """Return the tokens of each turn of a rollout: at least 1, their sum is `tokens`, the same in each call."""
+    """Return the number of tokens of each turn of a rollout: at least 1 each, `tokens` together. A pure function."""
     weights = np.random.default_rng([rollout.group, rollout.index]).lognormal(0, spread, turns)
-    # Each turn has one token. The others are shared out; their running sum is rounded, so that none is lost.
+    # Each turn gets one token and a share of the others. Rounding the running sum keeps the total exact.
     ends = np.rint(np.cumsum(weights) / weights.sum() * (tokens - turns)).astype(int)
     return tuple((1 + np.diff(ends, prepend=0)).tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class Played:
-    """Rollouts of a row."""
+    """The runner that plays the rollouts of one row."""
 
     lengths: TurnLengths
     runner: "RolloutRunner"
 
     @property
     def turns(self) -> int:
-        """Turns of a rollout."""
+        """Number of turns of a rollout."""
         return self.lengths.turns
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a row."""
+    """Measurements of one round of a row."""
 
     played: Played
     seconds: float
-    cpu: float  # seconds of this process
+    cpu: float  # CPU seconds of this process
     tokens: int  # sampled
-    place: float  # mean tokens before a sampled one
-    before: "list[EngineStats]"
+    place: float  # mean position of a sampled token in its sequence
+    before: "list[EngineStats]"  # of each engine, before the round
     after: "list[EngineStats]"
 
     def gain(self, name: str) -> float:
-        """Return how much a total of all engines grew."""
+        """Return the growth of a counter of `EngineStats` during the round, summed over all engines."""
         return float(sum(getattr(end, name) - getattr(start, name) for start, end in zip(self.before, self.after)))
 
 
 @dataclass(frozen=True)
 class GenerationRow:
-    """Rollouts of a number of turns."""
+    """Results for one number of turns."""
 
     turns: int
     rollouts: int  # of a round
-    tokens: int  # sampled in a mean turn
+    tokens: int  # sampled in a turn, mean
     seconds: list[float]  # of each round
-    rate: float  # tokens/s and device, median of the rounds
-    prefix: float  # share of the prompts' tokens that caches held
+    rate: float  # sampled tokens/s/device, median of the rounds
+    prefix: float  # share of the prompts' tokens that were in prefix caches
     at_once: float  # sequences in an engine's step, mean
-    step: float  # seconds of one
-    floor: float  # seconds in which the device can read a step's data
+    step: float  # seconds of an engine's step, mean
+    floor: float  # seconds that the device needs to read a step's weights, keys and values
     idle: float  # share of the time in which an engine made no step, mean
     driver: float  # CPU seconds of this process a second
 
@@ -344,7 +346,7 @@ class GenerationRow:
 def _generation_row(
     played: Played, rounds: list[Round], speed: float, bench: GenerationBench, settled: SettledGrpo
 ) -> GenerationRow:
-    """Return the figures of a row. speed: bytes/s that a device reads."""
+    """Return the results of a row from its rounds. speed: bytes/s that a device reads."""
     generation = settled.config.generation
     sizes = settled.facts
     seconds = [played_round.seconds for played_round in rounds]
@@ -366,7 +368,7 @@ def _generation_row(
         tokens=bench.tokens // turns,
         seconds=seconds,
         rate=rate / (engines * generation.tensor_parallel_size),
-        # Without a cache nothing is counted.
+        # max(1.0, ...), because engines without a prefix cache count no tokens.
         prefix=total("cached_tokens") / max(1.0, total("prompt_tokens")),
         at_once=at_once,
         step=total("busy") / total("steps"),
@@ -377,7 +379,7 @@ def _generation_row(
 
 
 def copy_speed(gpu: bool) -> float:
-    """Return the bytes/s that this machine's first device reads, half the bytes moved by a copy within its memory."""
+    """Return the memory bandwidth of this machine's first device, bytes/s: a copy reads and writes each byte."""
     import torch
 
     device = "cuda:0" if gpu else "cpu"
@@ -395,7 +397,7 @@ def copy_speed(gpu: bool) -> float:
 
 
 def _prompts(chat: "Chat") -> Iterator[Task]:
-    """Yield tasks without end, all different but by chance."""
+    """Yield tasks with random prompts, without end."""
     rng = random.Random(0)
     for number in numbers_from():
         text = random_words(rng, PROMPT_WORDS)
@@ -411,15 +413,15 @@ def _with_max_turns(settled: SettledGrpo, turns: int) -> SettledGrpo:
 
 @dataclass(frozen=True)
 class GenerationResults(Results):
-    """Rows of all numbers of turns."""
+    """Results: a row for each number of turns."""
 
     model: str
     tokens: int  # sampled in a rollout
-    spread: float  # of the lengths of its turns
+    spread: float  # of the lengths of a rollout's turns
     devices: int
-    speed: float  # bytes/s that a device reads
+    speed: float  # memory bandwidth of a device, bytes/s
     rows: list[GenerationRow]
-    warnings: list[str]  # complaints of engines and environments
+    warnings: list[str]  # warnings and errors of engines and environments
     interrupted: bool = False
 
     def derived_figures(self, row: GenerationRow) -> dict[str, Any]:

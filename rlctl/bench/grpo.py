@@ -1,6 +1,7 @@
-"""`rlctl bench grpo`: the same work by `rlctl train grpo` in each mode of placement and asynchrony, compared.
+"""`rlctl bench grpo`: compares runs of `rlctl train grpo` that do the same work in different modes.
 
-Answers have log-normal lengths with a long tail instead of stop tokens, so random weights do the work of a real run.
+A mode says if trainer and engines share devices, and if the run is synchronous. Weights are random. Answers end at
+drawn lengths (log-normal, with a long tail) instead of stop tokens, so the work is like that of a real run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,12 +43,12 @@ class GrpoBench(Bench):
     model: str
     installed: int  # GPUs of this machine
     gpus: int  # GPUs of every run, 0 for CPU
-    trainers: int  # devices that train where engines have their own
-    prompts: int  # a step
-    generations: int  # rollouts a prompt
+    trainers: int  # trainer ranks, in the modes where trainer and engines have separate devices
+    prompts: int  # of a step
+    generations: int  # rollouts of a prompt
     steps: int  # counted ones
-    age: int  # max_trajectory_age_steps of the mode in flight
-    lengths: tuple[float, float, int]  # mean, sigma and cap of the answers', in tokens
+    age: int  # max_trajectory_age_steps of the mode in-flight
+    lengths: tuple[float, float, int]  # mean, sigma and cap of the answers' lengths, in tokens
     modes: list[str]
     extra: list[str]  # overrides for every run
 
@@ -82,17 +83,17 @@ class GrpoBench(Bench):
         )
 
     def counted_steps(self, mode: str) -> tuple[slice, int]:
-        """Return (steps of the run that are counted, number of its steps).
+        """Return (steps that are counted, number of all steps) of a run in this mode.
 
-        The first step compiles and fills caches. An asynchronous run first fills its buffer too, and has nothing left
-        to sample in its last `age` steps.
+        The first step is not counted, because it compiles and fills caches. An asynchronous run also fills its buffer
+        at first, and it has nothing left to sample in its last `age` steps.
         """
         age = self.age if MODES[mode].startswith("async") else None
         first = 1 if age is None else 2 + age
         return slice(first, first + self.steps), first + self.steps + (age or 0)
 
     def settings(self, mode: str, folder: Path) -> list[str]:
-        """Return the overrides of the run in a mode. folder: that of `make_prompts`."""
+        """Return the overrides of the run in a mode. folder: where `make_prompts` has written data and reward."""
         mean, sigma, cap = self.lengths
         shared = max(1, self.gpus)
         _, num_steps = self.counted_steps(mode)
@@ -113,7 +114,8 @@ class GrpoBench(Bench):
             "data.train.prompt_key=prompt",
             "run.probe=false",
             "data.max_prompt_length=128",
-            # The tiny recipe's rate would move a large random model far from the weights that sampled.
+            # The tiny recipe's learning rate is too high for a large random model: ratios to the sampled log-probs
+            # would explode.
             "trainer.optimizer.lr=1.0e-6",
             f"grpo.num_steps={num_steps}",
             f"grpo.num_prompts_per_step={self.prompts}",
@@ -126,37 +128,37 @@ class GrpoBench(Bench):
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1."""
+    """Results of one mode: means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1."""
 
     mode: str
-    step: float
-    effective: float
-    training: float
-    generation: float
-    idle: dict[str, float]  # share of the step by the cause of the trainer's wait
-    trainer_idle: float
-    generator_idle: float
+    step: float  # time of a step
+    effective: float  # end-to-end rate: prompt and answer tokens
+    training: float  # rate of training alone
+    generation: float  # rate of generation alone
+    idle: dict[str, float]  # phase outside training -> share of the step
+    trainer_idle: float  # share of the step
+    generator_idle: float  # share of the step
     paused: float  # share of the step in which a refit kept engines from sampling
-    stall: float
-    refit: float
-    rest: float  # where both sides take turns: until the trainer has given its memory back
-    wake: float  # and until the engines have theirs
-    age: float
+    stall: float  # longest gap between two tokens of a running request
+    refit: float  # time of a refit
+    rest: float  # colocated only: time until the trainer has freed its device memory
+    wake: float  # colocated only: time until the engines have allocated theirs
+    age: float  # mean age of groups, in steps
     sequences: float  # asynchronous only: sequences that an engine decoded at a time
-    decode_step: float  # asynchronous only: seconds of one token of each sequence
+    decode_step: float  # asynchronous only: time of an engine's decode step, one token of each sequence
 
 
 @dataclass(frozen=True)
 class GrpoResults(Results):
-    """Rows of all modes, and the ceiling of their rates."""
+    """Results: a row for each mode, and the ceiling of their rates."""
 
     model: str
     gpus: int
     trainers: int
     rows: list[ModeRow]
-    # tokens/s/device if both sides always worked, with the devices split as they need: the tokens over the
-    # device-seconds of training and of generation, each at the best rate of any row. None on CPU, where both sides
-    # share one device.
+    # Rate in tokens/s/device if no device was ever idle, with the best split of devices. It is the number of tokens
+    # over the device-seconds of training plus those of generation, each at the best rate of any row. None on a CPU,
+    # where both sides share one device.
     ceiling: float | None
     interrupted: bool = False
 
@@ -164,7 +166,7 @@ class GrpoResults(Results):
         return None if self.ceiling is None else row.effective / self.ceiling
 
     def speedup(self, row: ModeRow) -> float:
-        """Return the row's rate over the first row's."""
+        """Return the row's end-to-end rate divided by the first row's."""
         return row.effective / self.rows[0].effective
 
     def derived_figures(self, row: ModeRow) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""`rlctl bench offload`: the price of keeping optimizer state on the host while log-probs are computed.
+"""`rlctl bench offload`: the cost of keeping optimizer state on the host while log-probs are computed.
 
-It measures plain page-locked copies over the link, the trainer's mover on state of the model's shape, and steps
-(log-probs of all tokens, then an update) with the state in each place. Each runs in a fresh process, on one device.
+It measures three things: plain copies between page-locked host memory and the device; the trainer's `OffloadedTensors`
+on optimizer state of the model's shape; and training steps (log-probs of all tokens, then an update) for each place
+where the state can be. Each measurement has a fresh process, on one device.
 """
 
 import json
@@ -24,13 +25,17 @@ from rlctl.preflight.trainer_settings import TrainerSettings
 if TYPE_CHECKING:
     from rlctl.training.trainer_worker import RankBatch
 
+# Bytes of one plain copy, and number of copies.
 _COPY = 1 << 30
 _ROUNDS = 5
+# Places of optimizer state during a step. left: it stays on the device. moved: on the host during log-probs, on the
+# device during the update. on the host: it stays there, and the CPU updates the weights; overlapped: while gradients
+# and weights are copied.
 LEFT = "left"
 MOVED = "moved"
 HOST = "on the host"
 OVERLAPPED = "on the host, overlapped"
-# Places of optimizer state from which the host updates the weights, by backend.
+# Backend -> places where the state stays on the host.
 HOST_UPDATES: dict[str, tuple[str, ...]] = {"fsdp": (), "megatron": (HOST, OVERLAPPED)}
 _OFFLOAD_LEGEND = (
     "link: one page-locked copy of 1 GiB; mover: all optimizer state; step: log-probs of all tokens, then an update, "
@@ -41,26 +46,26 @@ _OFFLOAD_LEGEND = (
 
 @dataclass(frozen=True)
 class OffloadBench(Bench):
-    """Training steps, a row for each place of optimizer state; with a GPU also copies of that state."""
+    """Training steps, a row for each place of optimizer state. With a GPU also copies of that state."""
 
     model: str
     backend: str
-    settings: list[str]  # of the trainer section
+    settings: list[str]  # overrides of the trainer section
     tokens: int  # of a sequence
-    batch: int  # sequences a step
+    batch: int  # sequences of a step
     steps: int  # counted ones, after the first
-    device: str  # as torch names it
+    device: str  # torch's name, for example "cuda:0"
 
     @cached_property
     def section(self) -> TrainerSettings:
-        """Trainer section with the settings, and a value for each `auto`. Raises ConfigError."""
+        """Trainer section with the settings applied and each `auto` decided. Raises ConfigError."""
         settings = [f"trainer.backend={self.backend}", "trainer.compile=false", *self.settings]
         run = load("sft", None, settings).settled
         return run.settle_on(RunMachine("cpu" if self.device == "cpu" else "cuda"), None).trainer
 
     @property
     def places(self) -> list[str]:
-        """Places of optimizer state; the host updates weights only of bfloat16."""
+        """Places of optimizer state to measure. The CPU can update weights of bfloat16 alone."""
         if self.section.dtype != "bfloat16":
             return [LEFT, MOVED]
         return [LEFT, MOVED, *HOST_UPDATES[self.section.backend]]
@@ -95,16 +100,16 @@ class OffloadBench(Bench):
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Rates of copies in bytes/s, each (to the host, to the device)."""
+    """Rates of copies. A pair is (to the host, to the device), in bytes/s."""
 
-    nbytes: int  # of the state that the mover moves
-    link: tuple[float, float]  # one large copy
-    mover: tuple[float, float]  # the whole state
-    first: float  # seconds of the mover's first way out, host buffer included
+    nbytes: int  # of the optimizer state
+    link: tuple[float, float]  # one large plain copy
+    mover: tuple[float, float]  # the whole optimizer state, moved by `OffloadedTensors`
+    first: float  # seconds of the first move to the host, with the allocation of the host buffer
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Rates of the mover over those of the link."""
+        """Rate of the mover divided by that of the link, in each direction."""
         return self.mover[0] / self.link[0], self.mover[1] / self.link[1]
 
     def seconds(self, moved: tuple[float, float]) -> float:
@@ -112,7 +117,7 @@ class CopyRates:
         return moved[0] / self.mover[0] + moved[1] / self.mover[1]
 
     def table(self) -> ResultTable:
-        """Return a row for each direction."""
+        """Return a table with one row for each direction."""
         ways = zip(("to host", "to device"), self.link, self.mover, self.shares)
         return ResultTable(
             [
@@ -129,15 +134,15 @@ class CopyRates:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Steps with optimizer state in one place: medians in seconds."""
+    """Results of steps with optimizer state in one place. Times are medians in seconds."""
 
-    kind: str
+    kind: str  # the place, for example "moved"
     log_probs: float
     train: float
     peak: float  # most bytes of the device allocated during log-probs
-    moved: tuple[float, float]  # bytes a step to the host and to the device
-    device: float  # bytes a parameter allocated there after an update
-    host: float  # bytes a parameter that the process has grown by
+    moved: tuple[float, float]  # bytes that a step moves to the host and to the device
+    device: float  # bytes allocated on the device after an update, divided by the number of parameters
+    host: float  # bytes by which the process has grown, divided by the number of parameters
     losses: list[float]  # of each update
 
     @property
@@ -161,7 +166,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class OffloadResults(Results):
-    """Rows of left, moved, and those that the host updates."""
+    """Results: a row for each place of optimizer state. The first two are left and moved."""
 
     model: str
     backend: str
@@ -189,7 +194,7 @@ class OffloadResults(Results):
         return {"step": row.step}
 
     def as_json(self) -> Any:
-        """Add the shares of the link's rates and the costs of moving."""
+        """Return all fields, the mover's shares of the link's rates, and the costs of moving."""
         copies = asdict(self.copies) | {"shares": self.copies.shares} if self.copies else None
         costs = {"cost": self.cost, "moving": self.moving, "hidden": self.hidden}
         return super().as_json() | {"copies": copies} | costs
@@ -206,7 +211,7 @@ class OffloadResults(Results):
 
 
 def measure_copies(model: Path, name: str) -> CopyRates:
-    """Measure the link, then a mover of the model's two AdamW moments. name: of a CUDA device."""
+    """Measure plain copies, then moves of the model's two AdamW moments. name: a CUDA device, such as "cuda:0"."""
     import torch
 
     from rlctl.bench.weights import parameters_of
@@ -246,7 +251,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
 
 
 def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
-    """Time steps of a one-rank trainer in this process; the first one warms up and is not counted."""
+    """Time the steps of a one-rank trainer in this process. The first step warms up and is not counted."""
     import torch
 
     from rlctl.sft.loss import NllLoss

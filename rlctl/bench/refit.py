@@ -1,6 +1,7 @@
-"""`rlctl bench refit`: weights from trainer ranks into vLLM engines, against the plain link.
+"""`rlctl bench refit`: times the transfer of weights from trainer ranks to vLLM engines, against the plain link.
 
-All rows are of one run, on the same processes, devices and bytes; delivered weights are compared bit by bit.
+The plain link is a bare broadcast of as many bytes, with no work on either side. All rows are measured with the same
+processes, devices and bytes. Delivered weights are compared with the sent ones bit by bit.
 """
 
 import time
@@ -38,18 +39,20 @@ from rlctl.utils.ports import free_port
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
+# The most rounds of the plain link. More would not change the median.
 _MOST_PLAIN = 30
+# Requests that each engine samples during an update, and their tokens.
 _PROMPT_TOKENS = 64
 _REQUESTS = 16
 _REQUEST_TOKENS = 192
-# Steps of an engine before an update: its prompts are computed, and its requests outlast the update.
+# An update begins after this number of engine steps. The prompts are then computed, and no request ends before it.
 _BEFORE_UPDATE = 12
 _POLL_S = 0.005
 
 
 @dataclass(frozen=True)
 class RefitBench(Bench):
-    """Refits: a row for the plain link, and for each combination of rlctl's own settings."""
+    """Refits: a row for the plain link, and a row for each combination of transport, mode, buffers and checks."""
 
     model: str
     gpus: int  # of this machine
@@ -57,16 +60,16 @@ class RefitBench(Bench):
     engines: int
     tensor_parallel: int
     colocated: bool  # trainer and engines share GPUs
-    transports: Sequence[Kind]  # none: the one that a run would take
+    transports: Sequence[Kind]  # empty: the one that a run would choose
     modes: Sequence[Mode]
     num_buffers: Sequence[int]
     checks: Sequence[Checks]
     master: str  # dtype of the trainer's weights
-    defaults: RefitSection  # of a run
-    rounds: int  # refits a row
-    updates: int  # refits a row while requests run
+    defaults: RefitSection  # refit section of the default config
+    rounds: int  # refits of each row
+    updates: int  # further refits of each row, while requests run
     enforce_eager: bool
-    lora_rank: int = 0  # of adapters that are sent instead of the weights; 0: the weights
+    lora_rank: int = 0  # rank of LoRA adapters to send instead of the weights; 0: send the weights
 
     def check(self) -> list[Problem]:
         problems = model_problems(self.model)
@@ -106,7 +109,7 @@ class RefitBench(Bench):
 
     @property
     def dtype(self) -> str:
-        """dtype of the weights that are sent and served."""
+        """dtype in which weights are sent, and in which engines serve them."""
         return "float32" if self.cpu else "bfloat16"
 
     @cached_property
@@ -116,7 +119,10 @@ class RefitBench(Bench):
         return place(this_machine(self.gpus), request)
 
     def _adapters(self, model: Path) -> AdapterSpec | None:
-        """Return adapters of all linear layers that can have one. model: a folder with its config.json."""
+        """Return LoRA adapters for all linear layers that can have one; None to send the weights.
+
+        model: a folder with the model's config.json.
+        """
         if not self.lora_rank:
             return None
         targets, _ = choose_targets(read_sizes(model / "config.json").linears, "all")
@@ -124,16 +130,16 @@ class RefitBench(Bench):
 
     @property
     def kinds(self) -> Sequence[Kind]:
-        """Transports that are measured."""
+        """Transports to measure."""
         return self.transports or (usual_transport(self.placement, self.engines),)
 
     def _visible(self, devices: Sequence[int]) -> list[str]:
-        """Return devices in the form of CUDA_VISIBLE_DEVICES."""
+        """Return the names of devices for CUDA_VISIBLE_DEVICES; empty on a CPU."""
         return [] if self.cpu else [visible_gpus()[index] for index in devices]
 
     @contextmanager
     def _stage(self, memory: Path, logs: Path) -> Iterator["_Stage"]:
-        """Start all processes; they end with the block. memory: folder for weights in transit."""
+        """Start all processes, and kill them when the block ends. memory: folder for weights in transit."""
         model = model_folder(self.model, memory)
         adapters = self._adapters(model)
         trainers = self._start_trainers(model, adapters, logs)
@@ -169,7 +175,7 @@ class RefitBench(Bench):
             max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(str(model))),
             tensor_parallel_size=self.tensor_parallel,
             max_num_seqs=_REQUESTS,
-            # The rest is for staging, and for a trainer on the same device.
+            # The other half is for staged weights, and for a trainer on the same device.
             gpu_memory_utilization=0.5,
             kv_cache_mib=512 if self.cpu else None,
             top_p=1.0,
@@ -192,7 +198,7 @@ class RefitBench(Bench):
 
 
 class _Stage:
-    """The processes of a bench, joined in one meeting, and one method for each kind of row."""
+    """The running processes of a bench, joined in one `Meeting`. One method measures each kind of row."""
 
     def __init__(self, bench: RefitBench, trainers: WorkerGroup, engines: list[Worker], folder: Path) -> None:
         self.bench = bench
@@ -204,7 +210,6 @@ class _Stage:
         self.refit = Refit(trainers, self._options(bench.kinds[0], "auto", bench.num_buffers[0]))
         self.payload = self.refit.plan.payload
         self.bound = 0.0
-        # The plain link needs no more rounds for a median.
         self._plain_rounds = min(bench.rounds, _MOST_PLAIN)
         self._version = 0
         port = free_port()
@@ -214,7 +219,7 @@ class _Stage:
         joined.wait(_DEADLINE_S)
 
     def rows(self, say: Say) -> Iterator[SchemeRow]:
-        """Yield every row as it is measured."""
+        """Measure and yield one row after the other."""
         bench = self.bench
         self._clear()
         say("the plain link")
@@ -226,7 +231,7 @@ class _Stage:
             yield self._measure_refits(kind, mode, buffers, checks)
 
     def _measure_copy(self) -> SchemeRow:
-        """Copy within a device that trainer and engine share."""
+        """Measure a copy within the device that trainer and engine share, in place of the plain link."""
         first = self.trainers.workers[0]
         copied = first.start(BenchTrainer.copy_speed, self.payload, self._plain_rounds).wait(_DEADLINE_S)
         return make_row("memcpy" if self.bench.cpu else "device copy", copied, copied)
@@ -265,12 +270,15 @@ class _Stage:
         return row
 
     def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
-        """Refit as a run does, through the driver, while every engine samples."""
+        """Measure refits as a run makes them: by the driver, while every engine samples.
+
+        Return medians in seconds: stall and step (see `SchemeRow`), and driver, the time of a whole refit.
+        """
         stalls = []
         gaps = []
         seconds = []
         for number in range(self.bench.updates):
-            # Different prompts, so that no prefix is cached.
+            # Each update has other prompts, so that no prefix is in a cache.
             first_group = number * _REQUESTS
             groups = range(first_group, first_group + _REQUESTS)
             requests = [
@@ -286,7 +294,7 @@ class _Stage:
             for engine in self.engines:
                 steps_before = _steps(engine)
                 engine.start(Engine.submit, requests).wait(_DEADLINE_S)
-                # A step with prompts is longer: it must not count as the update's.
+                # A step that computes prompts is longer. It must not count as a stall by the update.
                 while _steps(engine) < steps_before + _BEFORE_UPDATE:
                     time.sleep(_POLL_S)
             begin = time.perf_counter()
@@ -321,7 +329,7 @@ class _Stage:
         self._rpc("bench_clear")
 
     def _fill(self) -> None:
-        """Set new weights in the trainer, and none in the engines."""
+        """Set new weights in the trainer, and zeros in the engines."""
         self._version += 1
         self.trainers.call(BenchTrainer.fill, self._version)
         self._rpc("bench_forget")
@@ -340,5 +348,5 @@ def _steps(engine: Worker) -> int:
 
 
 def _answers(pending: Sequence[Pending[Any]]) -> list[Any]:
-    """Return the answer of every worker of every engine."""
+    """Return the answers of all workers of all engines, in one list."""
     return list(chain.from_iterable(part.wait(_DEADLINE_S)[0] for part in pending))

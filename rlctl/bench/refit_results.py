@@ -1,4 +1,4 @@
-"""Results of `rlctl bench refit`, and the arithmetic from the moments that each process recorded."""
+"""Results of `rlctl bench refit`, computed from the times that each process recorded."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,31 +19,34 @@ _SCHEMES_LEGEND = (
 
 @dataclass(frozen=True)
 class SchemeRow:
-    """One scheme. Times in seconds, medians over the rounds after the first."""
+    """Results of one scheme: the plain link, or a refit with some settings. Times: median seconds without round 1."""
 
     label: str
-    mode: str  # of rlctl's refit, "" for other rows
-    seconds: float  # from the common begin until the last engine holds every tensor
-    commit: float  # to make them live
-    phases: dict[str, float]  # of the slowest process
-    trainer_extra: int  # bytes of device memory at the peak beyond the weights' own
+    mode: str  # staged or direct; "" for rows that are not a refit
+    seconds: float  # from the common begin until the last engine has every tensor
+    commit: float  # time to replace the live weights by the received ones
+    phases: dict[str, float]  # phase -> time of the slowest process
+    trainer_extra: int  # peak device memory of the largest process above its weights, bytes
     engine_extra: int
-    trainer_growth: int  # bytes of host memory that the rounds left behind
+    trainer_growth: int  # growth of resident host memory over the rounds, bytes
     engine_growth: int
-    checked: bool  # delivered weights were compared
-    wrong: list[str] = field(default_factory=list)  # tensors that differ in a bit from the sent ones
-    driver: float | None = None  # a whole refit while requests run, as the driver sees it
-    stall: float | None = None  # the requests' wait beyond their ordinary gap between tokens
-    step: float | None = None  # that ordinary gap
+    checked: bool  # True if delivered weights were compared with the sent ones
+    wrong: list[str] = field(default_factory=list)  # names of tensors that differ in a bit from the sent ones
+    driver: float | None = None  # time of a whole refit while requests run, measured in the driver
+    stall: float | None = None  # longest gap between two tokens of a request during a refit, minus `step`
+    step: float | None = None  # usual gap between two tokens of a request
 
     @property
     def pause(self) -> float:
-        """Seconds in which engines could not sample: only the commit where weights were staged."""
+        """Seconds in which engines could not sample. With staged weights this is the commit alone."""
         return self.commit if self.mode == "staged" else self.seconds + self.commit
 
     @property
     def overlap(self) -> float | None:
-        """Share of the time that could hide behind the longest phase, and did; None if there is none to hide."""
+        """Share (0 to 1) of the shorter phases' time that ran at the same time as the longest phase.
+
+        None if the shorter phases take less than 2% of the whole.
+        """
         total = sum(self.phases.values())
         longest = max(self.phases.values(), default=0.0)
         hideable = total - longest
@@ -54,10 +57,10 @@ class SchemeRow:
 
 @dataclass(frozen=True)
 class RefitResults(Results):
-    """Rows of all schemes."""
+    """Results: a row for each scheme."""
 
     model: str
-    payload: int  # bytes of one copy of the weights
+    payload: int  # bytes that each engine receives
     trainers: int
     engines: int
     tensor_parallel: int
@@ -69,7 +72,7 @@ class RefitResults(Results):
         return self.payload / row.seconds / 1e9
 
     def share(self, row: SchemeRow) -> float:
-        """Return the row's rate over the plain link's."""
+        """Return the row's rate divided by the plain link's."""
         return self.bound / row.seconds
 
     def derived_figures(self, row: SchemeRow) -> dict[str, Any]:
@@ -84,7 +87,7 @@ class RefitResults(Results):
         return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_SCHEMES_LEGEND, "dim")]
 
     def errors(self) -> list[str]:
-        """Return the tensors of each row that arrived changed, the first three by name."""
+        """Return a line for each row whose delivered weights differ from the sent ones. It names up to 3 tensors."""
         messages = []
         for row in self.rows:
             if row.wrong:
@@ -125,9 +128,9 @@ def _ms(seconds: float | None) -> str:
 def make_row(
     label: str, sent: list[Measured], received: list[Measured], differences: list[str] | None = None, mode: str = ""
 ) -> SchemeRow:
-    """Return the row of the records of every trainer rank and engine worker.
+    """Return a scheme's row. sent, received: the records of all trainer ranks, and of all engine workers.
 
-    differences: tensors that differ from the sent ones; None if nothing was compared.
+    differences: names of tensors that differ from the sent ones; None if nothing was compared.
     """
     rounds = range(1 if len(received[0].ends) > 1 else 0, len(received[0].ends))
     seconds = []
@@ -143,7 +146,7 @@ def make_row(
         for side in (sent, received):
             slowest = [max(part.phases[number].get(name, 0.0) for part in side) for number in rounds]
             side_seconds.append(median(slowest))
-        # The wire's time is that of the shorter side: the time of the other side begins with waiting.
+        # For the phase wire take the shorter side's time, because the longer side's includes waiting for the shorter.
         measured_seconds = [side for side in side_seconds if side]
         if measured_seconds:
             phases[name] = min(measured_seconds) if name == "wire" else max(measured_seconds)

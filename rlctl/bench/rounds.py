@@ -1,6 +1,6 @@
-"""Rounds of a measurement: all processes begin each one together, and each records when it ended.
+"""Rounds of a measurement: all processes begin each round together, and each process records when its work ended.
 
-Moments are of `time.perf_counter`, which is one clock for all processes of a host.
+Times are of `time.perf_counter`, which is the same clock in all processes of a host.
 """
 
 import time
@@ -17,9 +17,9 @@ from rlctl.utils.device_stream import DeviceStream
 from rlctl.utils.ports import LOOPBACK, open_store
 
 _PATIENCE_S = 300.0
-# Bytes of a buffer of the plain link.
+# Buffer of the plain link.
 _PLAIN_BYTES = 1 << 30
-# (seconds of a round by phase, seconds of its commit).
+# (phase -> its seconds in a round, seconds of the round's commit).
 Timing = tuple[dict[str, float], float]
 
 
@@ -33,7 +33,7 @@ class Meeting:
         self._count = 0
 
     def wait(self) -> None:
-        """Wait until every process has called it as often as this one."""
+        """Wait until every process has called `wait` as often as this process."""
         self._count += 1
         name = f"{self._count}"
         if self._store.add(name, 1) == self._parties:
@@ -43,18 +43,18 @@ class Meeting:
 
 @dataclass
 class Measured:
-    """Record of one process; lists have one entry a round."""
+    """Record of one process. Each list has one entry for each round."""
 
-    begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    commits: list[float] = field(default_factory=list)  # seconds
-    phases: list[dict[str, float]] = field(default_factory=list)  # seconds
-    extra_bytes: int = 0  # device memory at the peak beyond that held before
-    growth_bytes: int = 0  # resident host memory at the end beyond that after the first tenth of the rounds
+    begins: list[float] = field(default_factory=list)  # time at which the round began
+    ends: list[float] = field(default_factory=list)  # time at which this process ended the round
+    commits: list[float] = field(default_factory=list)  # seconds of the commit
+    phases: list[dict[str, float]] = field(default_factory=list)  # phase -> seconds
+    extra_bytes: int = 0  # peak device memory minus that before the rounds
+    growth_bytes: int = 0  # resident host memory at the end minus that after the first tenth of the rounds
 
 
 class BenchEnd:
-    """One process's means of measuring: the barrier, the plain link, and the device memory held before."""
+    """The part of one process in a bench: it joins the barrier and the plain link, and measures rounds."""
 
     def __init__(self, device: torch.device, meeting: Meeting) -> None:
         self.device = device
@@ -63,7 +63,7 @@ class BenchEnd:
         self._before = 0
 
     def clear(self) -> None:
-        """Leave the plain link; later peaks count from the memory allocated now."""
+        """Close the plain link. Later peaks of device memory count from the amount that is allocated now."""
         if self._link:
             self._link.abort()
         self._link = None
@@ -73,7 +73,10 @@ class BenchEnd:
             self._before = torch.cuda.memory_allocated(self.device)
 
     def plain_rounds(self, spec: TransportSpec, rank: int | None, payload: int, rounds: int) -> Measured:
-        """Broadcast `payload` bytes in large buffers, and nothing else. rank: 0 sends, None only attends."""
+        """Measure rounds that broadcast `payload` bytes in large buffers, and do nothing else.
+
+        rank: rank in the link. Rank 0 sends, others receive. None: join the rounds, but not the link.
+        """
         link = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, (0,), rank, self.device)
         self._link = link
         buffer = torch.zeros(min(payload, _PLAIN_BYTES), dtype=torch.uint8, device=self.device)
@@ -90,7 +93,10 @@ class BenchEnd:
         return self.measure(rounds, work)
 
     def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
-        """Run `work(round)` `count` times, each begun together with everybody in the meeting."""
+        """Run `work(round)` `count` times. Each round begins when all processes of the meeting have arrived.
+
+        meeting: None means that of the bench.
+        """
         measured = Measured()
         settled = 0
         if self.device.type == "cuda":

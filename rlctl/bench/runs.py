@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: whole runs of `rlctl train` on the same work, and single functions."""
+"""Measurements in separate processes: whole runs of `rlctl train` on the same work, and single functions."""
 
 import os
 import re
@@ -19,14 +19,15 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.telemetry.jsonl import Record, Tail, read_records
 
 Result = TypeVar("Result")
+# A run that is interrupted has this time to end.
 _INTERRUPT_S = 60.0
-# Seconds between two looks of a child at its parent.
+# A child checks at this interval if its parent lives.
 _LOOK_S = 1.0
-# Seconds between two looks at a watched run's records.
+# The records of a watched run are read at this interval.
 _WATCH_S = 0.5
-# Receives the records that a run added.
+# Called with the new records of a run's metrics.jsonl.
 Watch = Callable[[list[Record]], None]
-# No validation, checkpoint or dashboard: they would be timed with the steps, or written without a reader.
+# No validation, checkpoint or dashboard: a step's time would include them, or nobody would see them.
 _BARE = (
     "data.validation.path=null",
     "validation.every=0",
@@ -39,11 +40,11 @@ _BARE = (
 def run_all(
     kind: str, model: str, settings: Mapping[str, Sequence[str]], folder: Path, say: Say
 ) -> Iterator[tuple[str, list[Record]]]:
-    """Run `rlctl train KIND` with each of the settings (name -> overrides); yield each name with its step records.
+    """Run `rlctl train KIND` with each of the settings (name -> overrides); yield (name, step records) of each run.
 
-    Each is the tiny recipe on one model with random weights, in the directory `run_folder(folder, name)`. Raises
-    ConfigError with every problem of every run, before weights are made, which takes minutes. Raises RuntimeError for
-    weights that cannot be made, and with a run's own reason if it fails.
+    Each run is the tiny recipe on the same model with random weights, in the directory `run_folder(folder, name)`. All
+    configs are checked before weights are made, because that takes minutes. Raises ConfigError with every problem of
+    every run. Raises RuntimeError if weights cannot be made or a run fails; the text has the run's own reason.
     """
     shape = shape_folder(model, folder)
     say("checking what is asked for")
@@ -52,7 +53,7 @@ def run_all(
     for name, overrides in settings.items():
         command = [*_command(kind, run_folder(folder, name), overrides), *weightless]
         dry_run = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        # The user has not seen this command: the number of an override and remarks on replaced values mean nothing.
+        # The user has not typed this command. So leave out the numbers of overrides and the notes on replaced values.
         lines = [line for line in dry_run.stderr.splitlines() if not line.startswith("note: ")]
         messages = [re.sub(r"^error: (override \d+: )?", "", line) for line in lines]
         if dry_run.returncode:
@@ -69,16 +70,16 @@ def run_all(
 
 
 def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = None) -> list[Record]:
-    """Run `rlctl train` as `command` says, in the directory `run`; return the records of its metrics.jsonl.
+    """Run the command line `command` of a run with the directory `run`; return the records of its metrics.jsonl.
 
-    name: of the run in messages. watch: gets new records while it runs. Raises RuntimeError with the run's own reason
-    if it fails. Ctrl-C ends it first.
+    name: the run's name in messages. watch: called with new records while the run goes on. Raises RuntimeError with the
+    run's own reason if the run fails. Ctrl-C stops the run before KeyboardInterrupt is raised.
     """
     output = run.parent / f"{run.name}.out"
     metrics = Tail(run / "metrics.jsonl")
     records = list[Record]()
     with output.open("w") as out:
-        # In a new session it gets Ctrl-C once, from here.
+        # In a new session the run does not get Ctrl-C from the terminal, but only once from `_stop`.
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
             while True:
@@ -100,7 +101,7 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
 
 
 def train_command(kind: str, recipe: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command line of `rlctl train`, in this interpreter."""
+    """Return the command line of `rlctl train` with this Python interpreter."""
     return [sys.executable, "-m", "rlctl.cli.main", "train", kind, recipe, *overrides]
 
 
@@ -141,16 +142,16 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Return `work(*arguments)` from a separate process. Its end frees device memory and process groups.
+    """Call `work(*arguments)` in a separate process and return its value. The process then ends, which frees devices.
 
-    The process ends with this one, and at Ctrl-C. Raises RuntimeError with the first line of the work's error.
+    It also ends with this process, and at Ctrl-C. Raises RuntimeError with the first line of an error of `work`.
     """
     with ProcessPoolExecutor(
         1, mp_context=get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
     ) as pool:
         try:
             return pool.submit(work, *arguments).result()
-        except Exception as error:  # of any kind: it is that process's
+        except Exception as error:  # any error of `work`
             lines = str(error).strip().splitlines()
             raise RuntimeError(f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}") from error
         except BaseException:
@@ -160,7 +161,7 @@ def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent is gone, killed perhaps: it may hold a device."""
+    """End this process when its parent is gone, for example killed: otherwise it would keep its device."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
-"""`rlctl bench scale`: the driver's part of runs on many GPUs that are not there, by the run's own code.
+"""`rlctl bench scale`: measures the driver's work in runs on many GPUs, without these GPUs, by the run's own code.
 
-Ranks and engines are counted, not started: their boxes are those of FSDP2 on the meta device. The plan, what travels,
-and the driver's CPU time are real. Half of the GPUs train, the others generate.
+Ranks and engines are not started. Each rank's shards of the weights are those of FSDP2, taken from a model on the meta
+device. The refit plan, the bytes sent and the driver's CPU time are real. Half of the GPUs train, the others generate.
 """
 
 import pickle
@@ -33,12 +33,14 @@ from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 from rlctl.workers.shared_arguments import SharedArgument, array_bytes, put_common, put_once
 
+# GPUs of a node.
 _NODE = 8
+# Calls whose mean CPU time is the time of one call.
 _CALLS = 512
 _SCALE_DEADLINE_S = 300.0
-# Share of a GPU that an engine's weights may take: it has as few GPUs as that needs.
+# Share of a GPU's memory that an engine's weights may take. An engine has the fewest GPUs (1, 2, 4 or 8) that suffice.
 _WEIGHTS_SHARE = 0.7
-# A step's batch: sequences a trainer rank, and tokens of each.
+# A step's batch: sequences for each trainer rank, and tokens of a sequence.
 _SEQUENCES = 4
 _LENGTH = 4096
 _LEGEND = (
@@ -50,7 +52,7 @@ _LEGEND = (
 
 
 class Idle:
-    """A worker of which only calls are wanted."""
+    """A worker that does nothing, to time calls to it."""
 
     def take(self, *arguments: Any) -> None:
         """Return at once."""
@@ -58,27 +60,22 @@ class Idle:
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """One model on a number of GPUs."""
+    """Results for one model on one number of GPUs."""
 
     model: str
     gpus: int
-    # True if a device cannot hold its share of the states.
-    too_large: bool
+    too_large: bool  # True if a GPU is too small for its share of weights, gradients and optimizer state
     ranks: int
     engines: int
-    # Communicators on a GPU of an engine, members of the largest, and bytes of all at most.
-    communicators: int
-    members: int
-    communicator_bytes: int
-    plan_bytes: int
-    # CPU seconds of the driver.
-    start: float
-    rebuild: float
-    # Bytes that leave the driver, and its CPU seconds.
-    batch_bytes: int
-    batch: float
-    # Seconds in which a checkpoint stops training.
-    stopped: float
+    communicators: int  # refit communicators that a GPU of an engine joins
+    members: int  # of the largest communicator
+    communicator_bytes: int  # the most memory that all communicators of a GPU take
+    plan_bytes: int  # size of the refit plan
+    start: float  # CPU seconds of the driver until all ranks and engines have joined the refit
+    rebuild: float  # the same after an engine was rebuilt
+    batch_bytes: int  # bytes of a step's batch that leave the driver
+    batch: float  # CPU seconds of the driver for a step's batch
+    stopped: float  # seconds for which a checkpoint stops training
 
     def cells(self) -> Cells:
         """Return the cells of its table row."""
@@ -100,7 +97,7 @@ class ScaleRow:
 
 @dataclass(frozen=True)
 class ScaleBench(Bench):
-    """Runs on clusters that are not there, a row for each model and size."""
+    """Runs on clusters that do not exist, a row for each model and each number of GPUs."""
 
     models: Sequence[str]
     gpus: Sequence[int]
@@ -114,7 +111,7 @@ class ScaleBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "ScaleResults":
         with local_ray(folder):
-            # Ray's client counts calls alike for any number of processes: two answer for all.
+            # A call costs Ray's client the same for any number of processes, so two workers are enough.
             names = ("idle-0", "idle-1")
             group = WorkerGroup([WorkerSpec(name, Idle, log=f"{folder}/{name}.log") for name in names], 60)
             try:
@@ -135,7 +132,7 @@ class ScaleBench(Bench):
 
 
 class _Model:
-    """A model's tensors on the meta device."""
+    """A model on the meta device: names, shapes and shards of its tensors, without values."""
 
     def __init__(self, folder: Path) -> None:
         from rlctl.models.derive import derive_facts, table_of
@@ -151,7 +148,10 @@ class _Model:
         return [(row.name, row.shape, dtype) for row in self._table.sent_rows]
 
     def boxes(self, ranks: int) -> list[list[TensorSlice]]:
-        """Return the boxes of each of `ranks` ranks that share a copy: FSDP2 cuts rows evenly, rounded up."""
+        """Return, for each of `ranks` ranks, the parts of tensors that it owns when the ranks share one copy.
+
+        FSDP2 splits a tensor's first dimension into equal parts, rounded up.
+        """
         boxes: list[list[TensorSlice]] = [[] for _ in range(ranks)]
         for name, parameter in self._parameters.items():
             rows_per_rank = -(-len(parameter) // ranks)
@@ -161,7 +161,7 @@ class _Model:
                 end_rank = -(-(row.start[0] + row.size[0]) // rows_per_rank)
                 for rank in range(first_rank, end_rank):
                     start = rank * rows_per_rank
-                    # Rows of the table share the view of a shard: making one costs time.
+                    # Several table rows (tensors on disk) use the same shard; making its view once saves time.
                     shard = shards.setdefault(rank, parameter[start : start + rows_per_rank])
                     part = row.part(shard, (start, *(0,) * (parameter.ndim - 1)))
                     if part is not None:
@@ -180,12 +180,12 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     layout = model.layout(options.dtype)
     boxes = model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
-    # Ranks of one copy alone send their boxes.
+    # Only the ranks of the first copy send weights. Ranks of other copies own nothing to send.
     boxes += [[]] * (ranks - len(boxes))
     holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
     with _Timer() as starting:
         plan, _, _ = plan_refit(layout, [pickle.loads(holding) for holding in holdings], options)
-        # It travels with every refit.
+        # The digest is part of every refit, so the time includes computing it.
         assert plan.digest
     actors = ranks + generation.num_engines
     groups = plan.owner_groups
@@ -201,7 +201,8 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         members=members,
         communicator_bytes=len(groups) * communicator_bytes(nodes),
         plan_bytes=len(pickle.dumps(plan)),
-        # Calls: boxes of each rank; joining of all. After a rebuild: joining, then the version.
+        # Calls at the start: each rank returns its parts, then all join. After a rebuild: all join, then all learn the
+        # version.
         start=starting.seconds + (ranks + actors) * a_call,
         rebuild=2 * actors * a_call,
         batch_bytes=sent,
@@ -211,7 +212,7 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
 
 
 def _plan_run(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
-    """Return an asynchronous run of which half of the GPUs train, and its plan."""
+    """Return the settled config and the plan of an asynchronous run in which half of the GPUs train."""
     cluster = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES)
     half = gpus // 2
     size = 1
@@ -246,14 +247,14 @@ def _batch(settled: SettledGrpo) -> tuple[int, float]:
         shares = trainer.prepare(samples).shares
         for (argument,) in put_common([(share,) for share in shares]):
             if not isinstance(argument, SharedArgument):
-                # As Ray does with a call's argument of this size.
+                # Ray itself puts a call's argument of this size into its store.
                 ray.put(argument)
     distinct_shares = {id(share): share for share in shares}.values()
     return sum(map(array_bytes, distinct_shares)), timer.seconds
 
 
 def _call_seconds(workers: Sequence[Worker]) -> float:
-    """Return the driver's CPU seconds of one call among many, with the wait for all answers."""
+    """Return the driver's CPU seconds for one call: the mean of many calls, with the wait for their answers."""
     argument = put_once(0)
     seconds = []
     for _ in range(2):
@@ -266,7 +267,7 @@ def _call_seconds(workers: Sequence[Worker]) -> float:
 
 
 class _Timer:
-    """CPU seconds of this process, all threads, within a block."""
+    """Measures the CPU seconds of this process, all threads, within a `with` block."""
 
     seconds = 0.0
 
@@ -280,11 +281,10 @@ class _Timer:
 
 @dataclass(frozen=True)
 class ScaleResults(Results):
-    """A row for each model and size."""
+    """Results: a row for each model and each number of GPUs."""
 
     rows: list[ScaleRow]
-    # CPU seconds of one call.
-    call: float
+    call: float  # CPU seconds of the driver for one call to a worker
     interrupted: bool = False
 
     def report(self, wide: bool) -> list[Line | ResultTable]:

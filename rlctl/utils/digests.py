@@ -1,6 +1,6 @@
-"""Digests of files in pieces: the SHA-256 of the SHA-256s of pieces of 64 MiB.
+"""Digests of files: a file is divided into pieces of 64 MiB; its digest is the SHA-256 of the pieces' SHA-256s.
 
-All cores, or several machines, work on one large file. A writer has the digest when its last byte is written.
+So several cores or machines can digest one large file together. A writer can compute the digest while it writes.
 """
 
 import hashlib
@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+# Bytes of a piece, and of one read.
 PIECE = 64 << 20
 _READ = 4 << 20
 
 
 class StreamDigest:
-    """Digest of bytes that are given one after the other."""
+    """Digest of a stream of bytes, of which each `update` adds some."""
 
     def __init__(self) -> None:
         self._piece = hashlib.sha256()
@@ -21,7 +22,7 @@ class StreamDigest:
         self._digests = list[bytes]()
 
     def update(self, unread: memoryview) -> None:
-        """Add some bytes."""
+        """Add bytes to the end of the stream."""
         while unread:
             part = unread[: self._piece_rest]
             self._piece.update(part)
@@ -44,7 +45,7 @@ def count_pieces(size: int) -> int:
 
 
 def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | None = None) -> bytes:
-    """Return the SHA-256 of one piece of a file. look: gets all bytes too. Raises OSError."""
+    """Return the SHA-256 of piece `number` of a file. look: called with the bytes of each read. Raises OSError."""
     digest = hashlib.sha256()
     buffer = bytearray(_READ)
     unread_bytes = PIECE
@@ -60,5 +61,5 @@ def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | N
 
 
 def join_pieces(pieces: Iterable[bytes]) -> str:
-    """Return a file's digest from those of its pieces, in order."""
+    """Return a file's digest, in hexadecimal, from the SHA-256s of its pieces in order."""
     return hashlib.sha256(b"".join(pieces)).hexdigest()

@@ -1,4 +1,4 @@
-"""An asyncio event loop on its own thread. Other threads enter it with a deadline (contract 8)."""
+"""An asyncio event loop on a separate thread. Other threads call into the loop with a deadline (contract 8)."""
 
 import asyncio
 import threading
@@ -8,20 +8,21 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-# Seconds in which the loop answers another thread. Only a loop that something blocks takes longer.
+# The default deadline for an answer of the loop. The loop exceeds it only if something blocks it.
 ANSWER_S = 300.0
-# Seconds in which cancelled tasks end. Only a defect takes longer.
+# `close` waits this long for cancelled tasks to end. Only a defect takes longer.
 _END_S = 10.0
-# Seconds after which a task is cancelled again: it may wait for an answer that can no longer come.
+# `close` cancels tasks again at this interval, because a task may begin another wait while it ends.
 _AGAIN_S = 1.0
 WAITS_FOR_ITSELF = "the event loop waits for itself: only other threads may enter it"
 CLOSED = "the event loop is closed"
 
 
 class EventLoop:
-    """An event loop that runs until `close`. Nothing that runs on it may block.
+    """An event loop that runs until `close`. Code that runs on the loop must not block.
 
-    An unexpected error is kept, and `check` raises it: a task that nobody awaits would lose it.
+    The first unexpected error of a task is kept, and `check` raises it. Otherwise an error in a task that nobody awaits
+    would be lost.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,27 +35,30 @@ class EventLoop:
         # Tasks of `spawn` that have not ended.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._defect: BaseException | None = None
-        # Guards the first moment of `close`: whatever was submitted before it becomes a task, which is then cancelled.
+        # Held by `submit` and at the begin of `close`: a coroutine is either refused, or becomes a task that `close`
+        # cancels.
         self._lock = threading.Lock()
+        # True as soon as `close` has begun.
         self._closes = False
-        # The thread in `close`, where the last tasks end.
+        # The thread that calls `close`. The last tasks run on this thread.
         self._closer: threading.Thread | None = None
+        # Set when `close` has ended.
         self._closed = threading.Event()
         loop.set_exception_handler(lambda _, context: self._note_defect(context.get("exception")))
 
     def now(self) -> float:
-        """Return seconds of a clock that only advances, the loop's."""
+        """Return the seconds of the loop's clock, which never goes back."""
         return self.loop.time()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have a function called on the loop, from any thread. Do nothing after `close`."""
-        with suppress(RuntimeError):  # closed meanwhile
+        """Schedule a call of `function` on the loop, from any thread. After `close`, do nothing."""
+        with suppress(RuntimeError):  # the loop was closed meanwhile
             self.loop.call_soon_threadsafe(function)
 
     def ask(self, function: Callable[[], Value]) -> Value:
-        """Call a function on the loop and return its value, from another thread. Raises what `run` raises.
+        """Call a function on the loop and return its value, from another thread. Raises the errors of `run`.
 
-        Once `close` has begun, it waits for the end of that and calls the function here, on the caller's thread.
+        If `close` has begun, wait until `close` has ended, then call the function on the caller's thread.
         """
         called = False
 
@@ -76,22 +80,22 @@ class EventLoop:
         return function()
 
     def submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
-        """Begin a coroutine, from any thread; return its future. Keep its error.
+        """Start a coroutine on the loop, from any thread, and return its future. `check` raises its error.
 
-        Raises RuntimeError as soon as `close` has begun.
+        Raises RuntimeError if `close` has begun.
         """
         with self._lock:
             if self._closes:
                 raise refusal(work, CLOSED)
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        # The submitter may never look at it.
+        # Note the error here, because the caller may never ask the future for its result.
         future.add_done_callback(lambda done: None if done.cancelled() else self._note_defect(done.exception()))
         return future
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
-        """Run a coroutine and return its value, from another thread.
+        """Run a coroutine on the loop and return its value, from another thread.
 
-        Raises RuntimeError at the deadline and from `close` on, CancelledError for work that `close` cancels.
+        Raises RuntimeError at the deadline or if `close` has begun, and CancelledError if `close` cancels the work.
         """
         if threading.current_thread() is self._thread:
             raise refusal(work, WAITS_FOR_ITSELF)
@@ -105,9 +109,9 @@ class EventLoop:
             raise no_answer(deadline_s) from None
 
     def spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
-        """Begin a task that nobody need await, on the loop's thread. Keep its error.
+        """Start a task, on the loop's thread. The caller need not await the task: `check` raises its error.
 
-        Raises RuntimeError after `close`. During it the task is cancelled before its first step.
+        Raises RuntimeError after `close`. While `close` runs, the task is cancelled before its first step.
         """
         if self.loop.is_closed():
             raise refusal(work, CLOSED)
@@ -117,7 +121,7 @@ class EventLoop:
         return task
 
     async def in_thread(self, name: str, function: Callable[[], Value]) -> Value:
-        """Call a function that blocks on a new thread, and await its value. Cancelled, the thread goes on."""
+        """Call a blocking function on a new thread, and await its value. Cancelling does not end the thread."""
         ended: Future[Value] = Future()
 
         def work() -> None:
@@ -125,7 +129,7 @@ class EventLoop:
                 ended.set_result(function())
             except Exception as error:
                 ended.set_exception(error)
-            except BaseException as error:  # SystemExit, say, with which a task would end the whole loop
+            except BaseException as error:  # for example SystemExit, which would end the whole loop if a task raised it
                 failure = RuntimeError(f"a thread ended by {type(error).__name__}")
                 failure.__cause__ = error
                 ended.set_exception(failure)
@@ -135,16 +139,16 @@ class EventLoop:
         return ended.result()
 
     def check(self) -> None:
-        """Raise the first unexpected error, if there was one."""
+        """Raise the first unexpected error of a task or callback, if there was one."""
         if isinstance(self._defect, Exception):
             raise self._defect
         if self._defect:
             raise RuntimeError(f"a task ended by {type(self._defect).__name__}") from self._defect
 
     def close(self) -> None:
-        """Cancel tasks until none is left, and end the thread. Nothing begins after that.
+        """Cancel tasks until none is left, and end the loop's thread. No coroutine starts afterwards.
 
-        Raises RuntimeError, with the loop closed, for tasks that swallow their cancellation.
+        Raises RuntimeError if tasks swallow their cancellation. The loop is closed then too.
         """
         with self._lock:
             if self._closes:
@@ -164,7 +168,7 @@ class EventLoop:
             raise RuntimeError(f"{problem}: {', '.join(sorted(names))}")
 
     async def _end_tasks(self) -> "set[asyncio.Task[Any]]":
-        """End every other task; return those that do not end in time."""
+        """Cancel all other tasks until they end; return the tasks that have not ended after 10 s."""
         end = self.now() + _END_S
         self._cancel_tasks()
         while (tasks := self._other_tasks()) and self.now() < end:
@@ -176,7 +180,7 @@ class EventLoop:
         return asyncio.all_tasks(self.loop) - {asyncio.current_task(self.loop)}
 
     def _cancel_tasks(self) -> None:
-        """Cancel other tasks, and from now on each new one before its first step: a task that ends may begin others."""
+        """Cancel all other tasks. From now on also cancel each new task, because a task may start others as it ends."""
 
         def make_cancelled(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
             task = asyncio.Task(work, loop=loop, **options)
@@ -190,7 +194,7 @@ class EventLoop:
     def _run_loop(self) -> None:
         try:
             self.loop.run_forever()
-        except BaseException as error:  # SystemExit, say, which asyncio lets through
+        except BaseException as error:  # for example SystemExit, which asyncio does not catch
             self._note_defect(error)
 
     def _forget_task(self, task: "asyncio.Task[Any]") -> None:
@@ -203,18 +207,21 @@ class EventLoop:
 
 
 def refusal(work: Coroutine[Any, Any, Any], reason: str) -> RuntimeError:
-    """Close a coroutine that cannot begin: it would warn that nobody awaited it. Return the error."""
+    """Return the error for a coroutine that cannot start, and close the coroutine.
+
+    Otherwise Python would warn that the coroutine was never awaited.
+    """
     work.close()
     return RuntimeError(reason)
 
 
 def no_answer(deadline_s: float) -> RuntimeError:
-    """Return the error of a loop that did not answer in time."""
+    """Return the error for a loop that has not answered within `deadline_s` seconds."""
     return RuntimeError(f"the event loop did not answer for {deadline_s:.0f} s: something blocks it")
 
 
 async def done(future: "Future[Any]") -> None:
-    """Wait for a future of another thread. A wait that is cancelled leaves the future as it is."""
+    """Wait until a future of another thread is done. Cancelling the wait does not cancel the future."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
 
@@ -231,7 +238,7 @@ async def done(future: "Future[Any]") -> None:
 
 
 async def wait_until_set(event: asyncio.Event, seconds: float) -> bool:
-    """Wait until `event` is set, at most for some seconds; return True if it is."""
+    """Wait until `event` is set, at most for `seconds`; return True if it is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files, and checks and sizes of files and folders."""
 
 import os
 import stat
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file by this content, text as UTF-8. A reader, also after a kill, finds the old file or the new one.
+    """Write a file atomically, text as UTF-8. A reader finds the old content or the new, also after a kill.
 
-    Nothing is written through a symbolic link: a link at `path` is replaced. Raises OSError with the file's name.
+    If `path` is a symbolic link, the link itself is replaced, not its target. Raises OSError with the file's name.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files below `folder`; 0 without one. A file that goes meanwhile counts nothing."""
+    """Return the total bytes of all files below `folder`; 0 if there is no folder. Skip files that vanish meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -33,7 +33,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """Write a file or folder through to the disk."""
+    """Flush a file or folder to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -42,22 +42,25 @@ def sync(path: Path) -> None:
 
 
 class Reserve:
-    """Disk space released at the end of a run, so that its last records fit on a full disk."""
+    """A file that reserves disk space. It is removed at the end of a run, so that the last records fit on the disk."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Reserve the space, unless the disk is full already."""
+        """Write a file of `nbytes` bytes, unless the disk is full already."""
         self._path = path
         with suppress(OSError), path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
 
     def release(self) -> None:
-        """Release the space."""
+        """Remove the file."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def foreign_link(path: Path) -> Path | None:
-    """Return a symbolic link in `path` that another user made, and could redirect; None if there is none."""
+    """Return a part of `path` that is a symbolic link of another user; None if there is none.
+
+    The other user could redirect such a link.
+    """
     for part in [path.absolute(), *path.absolute().parents]:
         try:
             status = part.lstat()
@@ -69,6 +72,6 @@ def foreign_link(path: Path) -> Path | None:
 
 
 def write_private(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a new file that only its owner reads."""
+    """Write a new file with the permissions `mode`, by default readable for its owner alone."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         file.write(text)

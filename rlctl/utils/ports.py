@@ -1,4 +1,4 @@
-"""Ports at which processes meet, torch's store, bound to one address alone, and addresses that no proxy serves."""
+"""Network addresses of processes: free ports, torch stores that listen on one address alone, and proxy exemptions."""
 
 import random
 import socket
@@ -10,45 +10,46 @@ from typing import Any
 from urllib.parse import urlsplit
 
 LOOPBACK = "127.0.0.1"
-# Linux hands out those from 32768 on to callers that ask for any port; Ray's workers take those below 20000.
+# Ports that nothing else assigns by itself: Linux assigns ports from 32768 on, and Ray's workers use ports below 20000.
 _LEFT_ALONE = range(20_000, 30_000)
 _TRIES = 100
-# Address that means all of a machine -> its family, an address far away, and loopback.
+# Wildcard address (all addresses of a machine) -> its address family, a remote address, and loopback.
 _ANY = {
     "0.0.0.0": (socket.AF_INET, "10.255.255.255", LOOPBACK),
     "::": (socket.AF_INET6, "2001:db8::1", "::1"),
 }
 _LOCAL_HOSTS = (LOOPBACK, "localhost", "::1")
-# Variables whose proxy serves an address of http://.
+# Environment variables that name a proxy for addresses of http://.
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
 
 def reached_at(bind: str) -> str:
-    """Return the address by which others reach a listener on `bind`.
+    """Return an address at which clients reach a listener on the address `bind`.
 
-    For all addresses of this machine: that of its route to other machines, or loopback where no network has a route.
+    If `bind` is a wildcard such as 0.0.0.0, return this machine's address on its route to other machines, or loopback
+    if it has no route.
     """
     if bind not in _ANY:
         return bind
     family, far, loopback = _ANY[bind]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((far, 1))  # nothing is sent
+            probe.connect((far, 1))  # UDP: this chooses a route, and sends nothing
         except OSError:
             return loopback
         return str(probe.getsockname()[0])
 
 
 def has_proxy(variables: Mapping[str, str]) -> bool:
-    """Return True if programs with these variables reach addresses of http:// by a proxy."""
+    """Return True if programs with these environment variables use a proxy for addresses of http://."""
     return any(variables.get(name) for name in _PROXIES)
 
 
 def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
-    """Return `no_proxy` and `NO_PROXY` with loopback and `addresses` added: no proxy serves these.
+    """Return values of `no_proxy` and `NO_PROXY` that also exempt loopback and `addresses` from proxies.
 
-    Some programs read the one, and some the other. One that is unset begins as the other. `*` alone stands for all
-    hosts, and stays alone: programs take `*` in a list for a name.
+    Both are returned, because programs differ in which they read. If one is unset, it begins with the other's hosts.
+    `*` means all hosts. It is returned alone, because programs read `*` in a list as the name of a host.
     """
     exempt = {}
     for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
@@ -62,11 +63,11 @@ def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port of an address of this machine that nobody listens on at this moment.
+    """Return a TCP port, of an address of this machine, on which nobody listens now.
 
-    The caller listens there only after seconds of imports. Until then no other program is given it by chance.
+    The caller may begin to listen seconds later. The port is from a range that Linux and Ray do not assign to others.
     """
-    # Not the generator that a run's seed sets: runs side by side would try the same ports.
+    # SystemRandom, because a run's seed does not set it: concurrent runs with one seed must not try the same ports.
     for port in (*random.SystemRandom().sample(_LEFT_ALONE, _TRIES), 0):
         with socket.socket(_family(address)) as probe, suppress(OSError):
             probe.bind((address, port))
@@ -75,23 +76,26 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world: int | None = None) -> Any:
-    """Return torch's TCPStore at host:port; its server listens on that address alone.
+    """Return torch's TCPStore at host:port. With `server`, this process serves it and listens on `host` alone.
 
-    torch's own server listens on every interface, and any client may read and write without a token. world: processes
-    that the server waits for; None waits for nobody.
+    A server that torch opens listens on every interface, and any client may read and write without a token. world:
+    number of processes that the server waits for; None: none.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": world is not None}
     if server:
         listening = socket.create_server((host, port), family=_family(host), backlog=1024)
-        # The store closes it.
+        # The store owns the descriptor from here on, and closes it.
         options["master_listen_fd"] = listening.detach()
     return TCPStore(host, port, world, server, **options)
 
 
 def met_at(init_method: str, rank: int, world: int) -> Any:
-    """Return the store that ranks meet at: tcp://host:port, served by rank 0, or file://path."""
+    """Return the torch store in which ranks find each other.
+
+    init_method: tcp://host:port, where rank 0 serves the store, or file://path.
+    """
     from torch.distributed import FileStore  # type: ignore[attr-defined]
     from torch.distributed.constants import default_pg_timeout
 

@@ -1,7 +1,7 @@
-"""Identity of a process, garbage collection at its start, and modules that run in a process of their own.
+"""Identity of a process, garbage collection while it starts, and modules that run in a separate process.
 
-A pid may be reused, so an identity is a pid and the start of that process: the boot id and the clock ticks since boot.
-A wall-clock time would not do. A clock that is set, or slewed, changes when each process is said to have started.
+The system may reuse a pid, so a process is identified by its pid and its start: the boot id, and the clock ticks from
+boot to start. A start in wall-clock time is not used, because it changes when the clock is set or slewed.
 """
 
 import ctypes
@@ -17,22 +17,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-# Python's is 700.
+# New objects after which Python collects garbage while a process starts. Python's default is 700.
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 _PR_SET_PDEATHSIG = 1
-# Last line of a process that could not import a package.
+# Last line on stderr of a process that could not import a package.
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
 
 
 def stop_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process once its parent is gone."""
+    """Make the kernel send SIGTERM to this process when its parent is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a separate process, which keeps this one free of torch. Return its exit code and output.
+    """Run a module in a separate process; return its exit code and output. So this process need not import torch.
 
-    Raises ModuleNotFoundError for a package that it could not import, as an import here would.
+    Raises ModuleNotFoundError if the module could not import a package, as an import in this process would.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,14 +43,14 @@ def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def identity() -> dict[str, Any]:
-    """Return the fields of run_started that identify this process: pid, start_id, host."""
+    """Return the fields of the event run_started that identify this process: pid, start_id, host."""
     return {"pid": os.getpid(), "start_id": start_id(os.getpid()), "host": socket.gethostname()}
 
 
 def driver_lives(started: Mapping[str, Any]) -> bool:
-    """Return True if the driver of a run_started event still runs, or is another host's, which cannot be seen.
+    """Return True if the driver that wrote the event run_started still runs.
 
-    A damaged event has no driver.
+    A driver on another host cannot be checked, and counts as running. A damaged event counts as ended.
     """
     pid = started.get("pid")
     recorded_id = started.get("start_id")
@@ -64,19 +64,19 @@ def driver_lives(started: Mapping[str, Any]) -> bool:
 
 
 def start_id(pid: int) -> str:
-    """Return when a process started, as "BOOT_ID:TICKS"; empty if it has ended, also if nobody has reaped it yet."""
+    """Return the start of a process as "BOOT_ID:TICKS"; "" if the process has ended, also if it is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may hold anything.
+            # The fields after the program's name, which is in parentheses and may have any character in it.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return "" if os.path.exists("/proc/self/stat") else _start_without_proc(pid)
-    # proc_pid_stat(5): field 3 is the state, field 22 the start.
+    # proc_pid_stat(5): field 3 (here index 0) is the state, field 22 (index 19) the start in ticks since boot.
     return "" if fields[0] in (b"Z", b"X") else f"{_boot_id()}:{int(fields[19])}"
 
 
 def age_s() -> float:
-    """Return the seconds since this process started; a clock that was set meanwhile changes nothing."""
+    """Return the seconds since this process started. Setting the machine's clock does not change the result."""
     ticks = start_id(os.getpid()).rpartition(":")[2]
     if hasattr(time, "CLOCK_BOOTTIME"):
         return uptime_s() - int(ticks) / os.sysconf("SC_CLK_TCK")
@@ -84,7 +84,7 @@ def age_s() -> float:
 
 
 def uptime_s() -> float:
-    """Return seconds of a clock that nobody sets; where the system has one, it goes on while the machine sleeps."""
+    """Return the seconds of a clock that cannot be set. On Linux it also counts while the machine sleeps."""
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
@@ -99,7 +99,7 @@ def _boot_id() -> str:
 
 
 def _start_without_proc(pid: int) -> str:
-    """Return psutil's value on a system without /proc. A clock that is set may change it."""
+    """Return the start of a process on a system without /proc, in unix seconds. Setting the clock may change it."""
     import psutil
 
     try:
@@ -109,9 +109,9 @@ def _start_without_proc(pid: int) -> str:
 
 
 def _earlier_lives(pid: int, create_time: Any) -> bool:
-    """Judge a driver that an earlier version of rlctl recorded, by its start in unix seconds.
+    """Return True if a driver still runs that an earlier version of rlctl recorded with its start in unix seconds.
 
-    After a clock step it counts as ended. The lock on its run still keeps a second driver away.
+    After the clock was set, the driver counts as ended. The lock on its run still keeps a second driver away.
     """
     import psutil
 
@@ -123,10 +123,10 @@ def _earlier_lives(pid: int, create_time: Any) -> bool:
 
 @contextmanager
 def fewer_collections() -> Iterator[None]:
-    """Collect garbage less often while the block starts a process up.
+    """Collect garbage less often within the block, for imports at the start of a process.
 
-    Imports of torch, transformers and vLLM make a million objects that stay. Looking through them again and again takes
-    0.9 s of 5 s for a tokenizer, and 1 s of 9 s for vLLM.
+    Imports of torch, transformers and vLLM make a million objects that stay. Each collection looks at these again. This
+    takes 0.9 s of the 5 s for a tokenizer, and 1 s of the 9 s for vLLM.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])

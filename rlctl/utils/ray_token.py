@@ -1,6 +1,7 @@
-"""Ray's token, without which nobody uses a Ray. It rests in files that only their owner reads.
+"""Ray's authentication token, which every client of a Ray cluster needs. Its files are readable by their owner alone.
 
-Programs on hosts use this module too, so it imports no Ray and changes no environment.
+Helper programs on cluster hosts import this module too. So it does not import Ray, and an import changes no environment
+variable.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from rlctl.utils.files import write_private
 
-# Variables that Ray reads: the token itself, and its file.
+# Environment variables that Ray reads: the token itself, and the path of its file.
 TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_FILE = "RAY_AUTH_TOKEN_PATH"
 _ON = {"RAY_AUTH_MODE": "token"}
@@ -24,39 +25,39 @@ def new_token() -> str:
 
 @cache
 def token_of_process() -> str:
-    """Return the token of every private Ray of this process: Ray reads it once a process."""
+    """Return the token of all local Rays that this process starts. It is one token, as Ray reads it once a process."""
     return new_token()
 
 
 def write_token(path: Path, token: str) -> str:
-    """Write a token to its file, over an earlier one, and return its digest."""
+    """Write a token to a private file, in place of an earlier one, and return its digest."""
     path.unlink(missing_ok=True)
     write_private(path, token)
     return token_digest(token)
 
 
 def read_token(path: Path) -> str:
-    """Return the token of a file. Raises OSError, UnicodeDecodeError."""
+    """Return the token in a file. Raises OSError, UnicodeDecodeError."""
     return path.read_text(encoding="utf-8").strip()
 
 
 def token_here(path: Path) -> str:
-    """Return the token of a file, or, as in a pod, of the environment."""
+    """Return the token in a file. If there is no file, as in a pod, return that of the environment."""
     return read_token(path) if path.is_file() else os.environ[TOKEN]
 
 
 def token_environment(path: Path | str) -> dict[str, str]:
-    """Return the environment by which a Ray program uses the token of a file."""
+    """Return environment variables that make a Ray program use the token in a file."""
     return {**_ON, TOKEN_FILE: str(path)}
 
 
 def use_token(path: str | None) -> None:
-    """Have Ray in this process use the token of a file; None: that of the environment, as in a pod."""
+    """Make Ray in this process use the token in a file. None: use that of the environment, as in a pod."""
     os.environ.update(token_environment(path) if path else _ON)
     if path:
         os.environ.pop(TOKEN, None)
 
 
 def token_digest(token: str) -> str:
-    """Return the SHA-256 by which a token is recognized."""
+    """Return the SHA-256 of a token, by which programs compare tokens without showing them."""
     return hashlib.sha256(token.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Code by its name, `module:object` or `file.py:object`; errors and values of the user's own, with file and line."""
+"""Users' code: loads objects by name (`module:object` or `file.py:object`), and describes errors with file and line."""
 
 import importlib
 import importlib.util
@@ -14,29 +14,31 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-# Folders of code that is nobody's plug-in.
+# Folders of Python, of installed packages and of rlctl. A file outside these is a user's.
 _LIBRARIES = [
     *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
     Path(__file__).parents[1],
 ]
-# Characters.
+# The most characters of an error's message, and of a traceback.
 MAX_DETAIL = 200
 MAX_TRACE = 8000
-# Levels of lists and dicts in a value that a model or an environment gives. Pickle, JSON and templates recurse.
+# The deepest nesting of lists and dicts in a value from a model or an environment. It is limited, because pickle, JSON
+# and templates recurse.
 MAX_LEVELS = 64
 
 
 def load_object(name: str) -> Any:
-    """Return the object of `module:object` or `file.py:object`. Raises the import's errors, or AttributeError."""
+    """Return the object named `module:object` or `file.py:object`. Raises the import's errors, or AttributeError."""
     module, _, attribute = name.rpartition(":")
     imported = importlib.import_module(module) if module.startswith("rlctl.") else load_module(module)
     return getattr(imported, attribute)
 
 
 def load_module(name: str) -> ModuleType:
-    """Import a module by its name, looked up in the current directory too, or by its file.
+    """Import a module by its name or by its file. The current directory is searched for names too.
 
-    A file inside a package is imported as its submodule, so that its siblings are found. Raises the import's errors.
+    A file inside a package is imported as a submodule of the package, so that its relative imports work. Raises the
+    import's errors.
     """
     path = Path(name)
     folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()
@@ -58,8 +60,8 @@ def load_module(name: str) -> ModuleType:
 
 
 def finite_number(value: object) -> float | None:
-    """Return `value` as a finite number; None where it is none. Runs the code of a value's own type."""
-    if getattr(value, "shape", None) == ():  # a scalar of numpy's, a tensor without dimensions
+    """Return `value` as a finite float; None if it is not a finite number. May run code of a user's type."""
+    if getattr(value, "shape", None) == ():  # a numpy scalar, or a tensor without dimensions
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
         return None
@@ -71,14 +73,14 @@ def finite_number(value: object) -> float | None:
 
 
 def several_numbers(value: object) -> str:
-    """Return the remedy for a reward that returns several values; empty for anything else."""
+    """Return the remedy for a reward that returned several values; "" if `value` is a single one."""
     if not isinstance(value, Mapping | list | tuple | set):
         return ""
     return "; write a function for each number, with an entry of its own in rewards"
 
 
 def is_too_deep(value: object) -> bool:
-    """Return True if lists and dicts are nested deeper than `MAX_LEVELS`. Needs no recursion itself."""
+    """Return True if lists and dicts are nested deeper than `MAX_LEVELS`. It does not recurse itself."""
     values_of_level = [value]
     for _ in range(MAX_LEVELS + 1):
         inner_values: list[object] = []
@@ -95,9 +97,9 @@ def _inner_values(value: object) -> Collection[object]:
 
 
 def trace_of(error: BaseException) -> str:
-    """Return the traceback from the user's first frame, else without the frame that caught the error.
+    """Return the traceback from the first frame in a user's file on, at most `MAX_TRACE` characters.
 
-    It has at most `MAX_TRACE` characters.
+    If no frame is in a user's file, only the frame that caught the error is left out.
     """
     frames = error.__traceback__
     while frames and not _is_users(frames.tb_frame.f_code.co_filename):
@@ -107,15 +109,15 @@ def trace_of(error: BaseException) -> str:
 
 
 def format_trace(error: BaseException, frames: TracebackType | None) -> str:
-    """Return the traceback as Python prints it."""
+    """Return the traceback of an error from `frames` on, as Python prints it."""
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except BaseException:  # notes and cause of a user's exception are the user's code
+    except BaseException:  # reading the notes and the cause of a user's exception may run the user's code
         return "".join(traceback.format_tb(frames))
 
 
 def import_error(error: BaseException, caller: str) -> str:
-    """Return "cannot import: ..." with the place in the user's own files. caller: the file that imported."""
+    """Return "cannot import: ..." with file:line in the user's files. caller: the file of rlctl that imported."""
     loaders = (caller, __file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     users_frames = [
@@ -129,9 +131,9 @@ def import_error(error: BaseException, caller: str) -> str:
 
 
 def users_place(error: BaseException) -> str:
-    """Return file:line of the innermost frame that is neither Python's, nor an installed package's, nor rlctl's.
+    """Return file:line of the innermost frame in a user's file, which is not Python's, a package's or rlctl's.
 
-    A syntax error stands where the parser found it. Empty if there is no such frame.
+    For a syntax error, return the line that the parser refused. Return "" if no frame is in a user's file.
     """
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return place_of(error.filename, error.lineno or 0)
@@ -144,15 +146,15 @@ def _is_users(file: str) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the error's message as one short line."""
+    """Return an error's message as one line of at most `MAX_DETAIL` characters."""
     return shorten_text(message_of(error))
 
 
 def message_of(error: BaseException) -> str:
-    """Return the error's message."""
+    """Return an error's message. An exception of a user may fail to give one."""
     try:
         return str(error)
-    except BaseException as second:  # the text of a user's exception is the user's code
+    except BaseException as second:  # `__str__` may be the user's code
         return f"its __str__ raised {type(second).__name__}"
 
 
@@ -163,9 +165,10 @@ def shorten_text(text: str) -> str:
 
 
 def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -> str:
-    """Return file:line of the innermost frame in the function's own file, else in any of the user's, else of all.
+    """Return file:line of the innermost frame in the file that defines `function`.
 
-    caller: the file that called the function; its frames do not count.
+    If there is none, return that in any user's file, else the innermost of all. caller: the file that called the
+    function; its frames do not count.
     """
     frames = traceback.extract_tb(error.__traceback__)
     code = _code(function)
@@ -179,15 +182,16 @@ def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -
 
 
 def raised_inside(error: BaseException, *callers: str) -> bool:
-    """Return True if the user's code raised, and not the call itself, as for arguments that a function does not take.
+    """Return True if code inside the called function raised, and False if the call itself failed.
 
-    callers: our own files, through which the call went.
+    A call itself fails, for example, if the function does not take the arguments. callers: files of rlctl through which
+    the call went.
     """
     return any(frame.filename not in callers for frame in traceback.extract_tb(error.__traceback__))
 
 
 def looks_like_bug(raised: str) -> bool:
-    """Return True if `... raised AttributeError at my.py:3` names an error that code without a typo does not raise."""
+    """Return True if an error is most likely a bug. raised: a text such as "... raised AttributeError at my.py:3"."""
     kind = raised.partition("raised ")[2].partition(" ")[0]
     return kind in (
         "AttributeError",
@@ -200,7 +204,7 @@ def looks_like_bug(raised: str) -> bool:
 
 
 def defined_at(function: Callable[..., Any]) -> str:
-    """Return file:line of the function's definition; empty where Python does not know it."""
+    """Return file:line of the function's definition; "" if Python does not know it."""
     code = _code(function)
     return place_of(code.co_filename, code.co_firstlineno) if code else ""
 
@@ -218,10 +222,10 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def place_of(file: str, line: int) -> str:
-    """Return file:line, the file relative to the current directory where it is inside."""
+    """Return "file:line". The path of a file inside the current directory is relative."""
     path = Path(file)
     try:
         current_folder = Path.cwd()
-    except OSError:  # the user's code has left it, and removed it
+    except OSError:  # the user's code may have removed the current directory
         return f"{path}:{line}"
     return f"{path.relative_to(current_folder) if path.is_relative_to(current_folder) else path}:{line}"

@@ -1,8 +1,8 @@
-"""The one actor class: hosts a plain worker object in a separate process.
+"""`WorkerActor`, the only Ray actor class of rlctl: it hosts a plain worker object in a separate process.
 
-Worker methods run on threads of the actor. A trainer has one thread, so thread-locals such as the grad mode and the
-CUDA device are the same in every call. Errors are returned as values with the worker's name and traceback, so that an
-exception never looks like a dead process. The output of each process goes to a separate log file.
+The worker's methods run on threads of the actor. A trainer has one thread, so thread-locals such as the grad mode and
+the CUDA device are the same in every call. Exceptions are returned as values with the worker's name and traceback, so
+that an exception never looks like a dead process. The output of each process goes to a separate log file.
 """
 
 import contextlib
@@ -50,14 +50,16 @@ class WorkerActor:
             return self._run_on_thread(lambda: setattr(self, "_worker", self._make()))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
-        """Run one method of the worker. For the method `idle` of compiled_graph.py, do nothing."""
+        """Run one method of the worker and return its answer. For the method name `idle`, do nothing."""
         if method == idle.__name__:
             return self._run_on_thread(lambda: None)
         return self._run_on_thread(lambda: getattr(self._worker, method)(*fetch_values(args), **kwargs))
 
     def graph_call(self, message: Any, rank: int) -> Any:
-        """Run `call` with this rank's arguments from a message to all ranks. Message and answer are packed by
-        `pack_value`."""
+        """Run `call` with this rank's arguments from a message to all ranks.
+
+        The message was packed by `pack_value`, and so is the answer.
+        """
         self._graph_calls += 1
         method, args, kwargs = take_arguments(message, rank)
         return pack_value(self.call(method, args, kwargs))

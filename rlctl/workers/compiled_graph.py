@@ -1,8 +1,8 @@
 """Calls to a group of workers through a Ray Compiled Graph. Only this module uses `ray.dag`.
 
 Every rank reads the same message from shared memory, takes its arguments, and answers through a separate channel. So
-one call costs the driver one write for any number of ranks. Ray only maintains compiled graphs (ray PR 61747), so
-rlctl does not depend on them: after `GraphUnavailable`, which says why there is no graph, ordinary calls are used.
+one call costs the driver one write for any number of ranks. Ray does not develop compiled graphs further (ray PR
+61747), so rlctl can do without: if `Graph` raises `GraphUnavailable`, ordinary calls are used.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ Answer = tuple[Failure | None, Any]
 
 
 class GraphUnavailable(RuntimeError):
-    """No graph can be made. Ordinary calls do the same."""
+    """No graph can be made. The text says why. Ordinary calls give the same results."""
 
 
 class GraphBroken(RuntimeError):
@@ -76,9 +76,10 @@ class Graph:
             raise GraphUnavailable(f"{failures[0].worker}: {failures[0].type}: {failures[0].text}")
 
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
-        """Call every rank; return the answers. Raises TimeoutError, RayActorError (a rank is gone), or an error of Ray.
+        """Call every rank; return the answers in the order of ranks.
 
-        Raises TypeError for an argument that cannot be sent. Every other error breaks the graph.
+        Raises TypeError for an argument that cannot be sent. Raises TimeoutError, RayActorError (a rank is gone) or
+        another error of Ray; after these the graph can no longer be used.
         """
         if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
@@ -95,8 +96,10 @@ class Graph:
         return [unpack_value(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
-        """Start a call; return a function that waits for the answer. Call the function before the next `submit`. For
-        measurements."""
+        """Start a call; return a function that waits for the answers. It must be called before the next `submit`.
+
+        Only measurements use this method.
+        """
         answers = self._graph.execute(pack_value(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
@@ -151,7 +154,7 @@ def take_arguments(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[
 
 
 def copy_out(value: Any) -> Any:
-    """Return a copy of a value without views of the channel's memory: a view that is kept blocks the channel.
+    """Return a copy of a value that has no views of the channel's memory, because such a view blocks the channel.
 
     Arrays stay read-only, as in ordinary calls.
     """
@@ -188,7 +191,7 @@ def read_patiently() -> bool:
         now = time.monotonic()
         end = math.inf if timeout is None or timeout < 0 else now + timeout
         look_s = 0.0
-        # Ray interrupts and repeats a read ten times a second, so the begin of the wait is kept in the channel.
+        # Ray interrupts and repeats a read ten times a second, so the channel object keeps the time of the first read.
         if not hasattr(self, "waiting_since"):
             self.waiting_since = now
             look_s = _SPIN_S
@@ -224,7 +227,7 @@ def _compile_graph(actors: Sequence[Any], buffer_bytes: int) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Return False for log records with a traceback about the end of a graph.
+    """Return True unless a log record is a traceback about the end of a graph.
 
     Ray's thread tears a graph down as soon as an actor is gone, and logs a traceback for each actor. rlctl needs none:
     `WorkerDied` names the dead worker, and a requested end is no error.

@@ -4,8 +4,8 @@ Every wait has a deadline and names the worker and the call (no silent wait). Er
 `WorkerTimeout`. A caller can start a call and wait for its answers later (`Pending`), so that trainer and generator
 work at the same time.
 
-The method of a call is given as an unbound function: `group.call(TrainerWorker.info)`. So a type checker knows its
-arguments and results. Only the function's name travels, so a method of a Protocol of the worker may be given too.
+A call names its method as an unbound function, for example `group.call(TrainerWorker.info)`, so that a type checker
+knows the arguments and results. Only the function's name is sent, so it may be a method of a Protocol too.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
-# Seconds of the first wait for ended calls, and of the longest wait. Each wait is twice as long as the one before.
+# The driver waits for ended calls again and again: first for 0.01 s, then each time twice as long, at most 0.2 s.
 _FIRST_LOOK_S = 0.01
 _CALLS_LOOK_S = 0.2
 # Seconds that one call for an outcome waits in the worker (`WorkerGroup.outcomes`).
 _OUTCOME_WAIT_S = 2.0
-# Seconds that the other ranks have to fail or end after one rank has failed.
+# After one rank has failed, a call waits this long for the answers of the other ranks.
 _OTHERS_S = 10.0
 
 
@@ -149,8 +149,8 @@ class Pending(Generic[R]):
         """Return all results in the workers' order.
 
         Raises WorkerError if any worker raised, WorkerDied if any process is gone, WorkerTimeout after `deadline_s`
-        seconds. The first two come even if other workers are still busy: these may wait for the failed rank without
-        end.
+        seconds. WorkerError and WorkerDied are raised even if other workers are still busy, because these may wait
+        forever for the failed rank.
         """
         end = time.monotonic() + deadline_s
         answers: dict[Any, Answer] = {}
@@ -334,16 +334,15 @@ class WorkerGroup:
             self.graph = None
 
     def call_at_once(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
-        """Call a short method on all ranks while other methods run (see `WorkerActor.call_at_once`). Do not wait for
-        answers."""
+        """Call a short, thread-safe method on all ranks, also while other methods run. Do not wait for answers."""
         for worker in self.workers:
             worker.handle.call_at_once.remote(method.__name__, args)
 
     def outcomes(self, method: Callable[[Any, float], R | None], deadline_s: float, knob: str) -> list[R]:
         """Wait for work that each rank does on a background thread; return each rank's outcome. Any thread may call it.
 
-        method: waits at most some seconds for the work, and returns its outcome, or None if the work has not ended.
-        Raises the errors of `Pending.wait`.
+        method: takes a number of seconds, waits at most that long for the work, and returns its outcome, or None if the
+        work has not ended. Raises the errors of `Pending.wait`.
         """
         name = method.__name__
         end = time.monotonic() + deadline_s
@@ -391,7 +390,7 @@ class WorkerGroup:
         return _results(method, answers)
 
     def _repeat_call(self, message: Message, error: RayError) -> list[Any]:
-        """Repeat the call of a broken graph by ordinary calls. Raises GraphBroken if a rank has begun the call."""
+        """Repeat a call that broke the graph as ordinary calls. Raises GraphBroken if a rank has begun the call."""
         assert self.graph
         reason = str(error).strip().splitlines()[0]
         counts = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)

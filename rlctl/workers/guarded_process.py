@@ -1,4 +1,4 @@
-"""The parent's side of a child process for code that may hang, fork or crash.
+"""The parent's side of a child process that runs a user's code, which may hang, fork or crash.
 
 Requests are pickled; rlctl's code in the child reads them. Replies are lines of JSON of bounded length. They are never
 unpickled, because they come from a process that runs the user's code. The caller checks that a reply answers its
@@ -25,9 +25,10 @@ class BadReply(Exception):
 
 
 class Channel:
-    """The parent's end of the connection to the child. Every wait has a deadline, after which it raises TimeoutError.
+    """The parent's end of the connection to the child. Each method that waits raises TimeoutError after its deadline.
 
-    If the child has closed the connection, methods raise EOFError or ConnectionError. max_reply: most bytes of a reply.
+    If the child has closed the connection, methods raise EOFError or ConnectionError. max_reply: the most bytes of a
+    reply.
     """
 
     def __init__(self, connection: socket.socket, max_reply: int) -> None:
@@ -50,7 +51,7 @@ class Channel:
         return message
 
     def is_quiet(self) -> bool:
-        """Return True if the connection is open and the child has sent nothing that was not read."""
+        """Return True if the connection is open and there is no unread output of the child."""
         poll = select.poll()  # unlike select, it takes descriptors above 1023
         poll.register(self._connection, select.POLLIN)
         return not self._buffer and not poll.poll(0)
@@ -76,8 +77,9 @@ class Channel:
 class GuardedProcess:
     """One child process below two supervisors (supervisor.py).
 
-    module: module that the process runs. max_reply: most bytes of a reply. output: descriptor for its output; None: the
-    standard error. variables: its environment; None: a copy of this process's.
+    module: the process runs `python -m MODULE`. max_reply: the most bytes of a reply. output: descriptor for the
+    process's stdout and stderr; None: this process's stderr. variables: environment of the process; None: a copy of
+    this process's.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class GuardedProcess:
         return self._process.pid if self._process else None
 
     def ready(self) -> Channel | None:
-        """Return the channel if the process runs and its channel is quiet. Otherwise stop it, and return None."""
+        """Return the channel if the process runs and its channel is quiet. Otherwise stop the process; return None."""
         if self._process is None or self._channel is None:
             return None
         if self._process.poll() is None and self._channel.is_quiet():
@@ -112,7 +114,7 @@ class GuardedProcess:
         return self._channel
 
     def launch(self) -> socket.socket:
-        """Start the process, and return its connection, for a caller with another kind of channel."""
+        """Start the process and return its socket, for a caller that does not use `Channel`."""
         parent_end, child_end = socket.socketpair()
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, str(child_end.fileno())],

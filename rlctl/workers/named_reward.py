@@ -19,8 +19,7 @@ _VERL_COLUMNS = ("data_source", "extra_info")
 
 
 class NamedRewardError(ValueError):
-    """A reward function cannot be called by its parameters' names, or its result is no reward. The message is one
-    line."""
+    """A reward function has a parameter without a value, or its result is not a number. The message is one line."""
 
 
 def is_named(function: Callable[..., Any]) -> bool:
@@ -58,8 +57,8 @@ def verl_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of verl's `compute_score` for one rollout.
 
-    `data_source` and `extra_info` are columns of the row. `ground_truth` is the answer, or that key of the column
-    `reward_model` if there is no answer.
+    `data_source` and `extra_info` are columns of the row. `ground_truth` is the answer. Without an answer it is the key
+    `ground_truth` of the row's column `reward_model`.
     Raises NamedRewardError for a parameter that has no value.
     """
     columns = {name: row[name] for name in _VERL_COLUMNS if name in row}
@@ -111,8 +110,10 @@ def named_value(function: Callable[..., Any], result: Any) -> float | None:
 
 
 def verl_value(function: Callable[..., Any], result: Any) -> float:
-    """Return the reward of verl's `compute_score`: its number, or the key `score` of its dict. Raises NamedRewardError
-    if that is no finite number."""
+    """Return the reward from a result of verl's `compute_score`: the number itself, or the key `score` of a dict.
+
+    Raises NamedRewardError if that is not a finite number.
+    """
     value = result["score"] if isinstance(result, Mapping) and "score" in result else result
     number = finite_number(value)
     if number is None:

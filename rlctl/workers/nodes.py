@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster: the living nodes, a reservation of their shares, and a helper process on each reserved node.
+"""Nodes of a Ray cluster: lists living nodes, reserves GPUs and CPUs on nodes, starts a helper on each reserved node.
 
-A reservation is one placement group with one bundle for each node; Ray grants all bundles or none. The helper holds
-the bundle's GPUs, because Ray names GPUs only to the process that holds them. A run's other processes ask Ray for no
-GPUs: rlctl assigns their devices, since several processes may share one.
+A reservation is one Ray placement group with one bundle for each node. Ray grants all bundles or none. The helper
+process takes the bundle's GPUs, because Ray tells GPU ids only to the process that has them. A run's other processes
+ask Ray for no GPUs: rlctl assigns their devices, because several processes may share one.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from rlctl.workers.errors import WorkerDied, WorkerTimeout
 _ID_LABEL = "ray.io/node-id"
 _NODE_POLL_S = 5.0
 _ASK_S = 60.0
-# Seconds after which Ray surely lists a lost node as dead. Ray needs three missed health checks, one each second.
+# After this time Ray lists a lost node as dead for certain. It needs three missed health checks, one each second.
 _NOTICE_S = 8.0
 _NODES_LOOK_S = 0.2
 
@@ -47,13 +47,14 @@ class LiveNode:
 
 @lru_cache(maxsize=1)
 def _live_node_ids(moment: int) -> frozenset[str]:
-    # Cached for one moment, because after the loss of an engine the pool asks about the node of every other engine.
+    # moment: the time in units of 0.2 s, so that the result is cached for 0.2 s. After the loss of an engine the pool
+    # asks about the node of every other engine.
     return frozenset(record["NodeID"] for record in ray.nodes() if record["Alive"])
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """The share of a node that a run asks for."""
+    """GPUs and CPUs that a run requests on one node."""
 
     node: LiveNode
     gpus: int
@@ -62,7 +63,7 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class NodeLease:
-    """A reserved share of a node."""
+    """GPUs and CPUs that a run has reserved on one node."""
 
     id: str
     name: str
@@ -76,7 +77,7 @@ class NodeLease:
     memory: int | None
     # Ray handle of the node's `NodeHelper`.
     helper: Any
-    # Ray's scheduling strategy with which an actor starts in this share of the node.
+    # Ray's scheduling strategy that starts an actor within this reservation.
     strategy: Any
 
     @property
@@ -155,10 +156,10 @@ def live_nodes() -> list[LiveNode]:
 
 
 class Reservation:
-    """Shares of nodes, held until `release`."""
+    """GPUs and CPUs on one or more nodes, reserved until `release`. `nodes` has one `NodeLease` for each node."""
 
     def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
-        """Reserve the shares. Raises NoRoom if that takes longer than the deadline."""
+        """Reserve the requested amounts. Raises NoRoom if Ray does not grant them within `deadline_s` seconds."""
         self.shares = shares
         bundles = []
         for share in shares:
@@ -201,7 +202,7 @@ class Reservation:
             self.nodes.append(lease)
 
     def release(self) -> None:
-        """Remove the folders on the nodes, then release the reserved shares."""
+        """Remove the folders on the nodes, end the helpers, and free the reserved GPUs and CPUs."""
         closing = [node.helper.close.remote() for node in self.nodes]
         ray.wait(closing, num_returns=len(closing), timeout=_NODE_POLL_S)
         for node in self.nodes:
@@ -220,7 +221,7 @@ class NodeHelper:
         self._reaper: Any = None
 
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int, int | None]:
-        """Return the fields `interface`, `gpus`, `cores` and `memory` of the `NodeLease`."""
+        """Return (interface, gpus, cores, memory), the fields of `NodeLease` that only the node itself knows."""
         gpus = tuple(map(str, ray.get_gpu_ids()))
         return _interface(address), gpus, usable_cores(), device_memory() if gpus else None
 

@@ -32,8 +32,10 @@ _LENGTH_BYTES = 4
 
 
 class Reaper:
-    """The driver's end. It makes folders; when the driver is gone, the folders and the processes that use them are
-    removed."""
+    """The driver's side of the reaper process: it makes folders, and the reaper watches them.
+
+    When the driver is gone, the reaper ends the processes that use the folders, and removes the folders.
+    """
 
     def __init__(self) -> None:
         self._locks: dict[Path, int] = {}
@@ -43,7 +45,7 @@ class Reaper:
 
     @contextmanager
     def folder(self, prefix: str, root: str | None = None) -> Iterator[Path]:
-        """Make a folder that exists until the block is left."""
+        """Make a folder. When the block ends, end the processes that use it and remove it."""
         path = self.make(prefix, root)
         try:
             yield path
@@ -61,7 +63,7 @@ class Reaper:
         return path
 
     def close(self) -> None:
-        """End the reaper."""
+        """End the reaper process, and release the locks on the folders."""
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin
             self._process.stdin.close()
@@ -72,7 +74,7 @@ class Reaper:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """Make a temporary folder that exists until the block is left, or until two seconds after a kill."""
+    """Make a temporary folder. It is removed when the block ends, or two seconds after this process is killed."""
     reaper = Reaper()
     try:
         with reaper.folder(prefix) as path:
@@ -98,7 +100,10 @@ class Leftover:
 
 
 def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
-    """Return the folders left by killed drivers of this user. roots: None: temporary folders and shared memory."""
+    """Return the folders that killed drivers of this user left behind.
+
+    roots: folders to search; None: the folders for temporary files, and shared memory.
+    """
     if roots is None:
         roots = [Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY]
     paths: set[Path] = set()
@@ -176,7 +181,7 @@ def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
 
     try:
         paths = [Path(file.path) for file in process.open_files()]
-        # A process may have no file open there, but all processes of a run have this variable.
+        # A process may have no open file in the folder, but TMPDIR of all processes of a run is inside it.
         paths.append(Path(process.environ().get("TMPDIR") or "/"))
     except (psutil.Error, OSError):
         return False
@@ -193,7 +198,7 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def encode_path(path: Path) -> bytes:
-    """Return a path in the form for the pipe: its length, then its bytes. No separator is safe in a path."""
+    """Return a path encoded for the pipe: its length, then its bytes. A separator could be part of a path."""
     name = os.fsencode(path)
     return len(name).to_bytes(_LENGTH_BYTES, "big") + name
 

@@ -1,4 +1,4 @@
-"""Supervisors of a guarded process, which runs the user's code: every descendant of that code ends with the process.
+"""Supervisors of a process that runs the user's code. When the process ends, they end all of its descendants.
 
 A supervisor adopts all orphans among its descendants, also those in a new session, and ends them when its child ends.
 There are two supervisors, one below the other, since the user's code may kill one supervisor by a signal:
@@ -28,7 +28,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Most seconds of ending all descendants: user's code might fork as fast as it is killed.
+# Ending all descendants takes at most this long, because the user's code might fork as fast as it is killed.
 _ENDING_S = 5.0
 # Byte to the outer supervisor that asks the worker to end.
 _ASK = b"."
@@ -65,7 +65,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
 
 
 def _fork() -> int:
-    """Fork, and adopt future orphans among the child's descendants. Returns the child's pid; in the child, 0."""
+    """Fork. This process will adopt orphans among the child's descendants. Return the child's pid; in the child, 0."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return os.fork()
 
@@ -75,7 +75,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _stay_silent_when_forked(connection: socket.socket) -> None:
-    """Take the connection from every process that the user's code forks: only the worker may write there."""
+    """Disconnect every process that the user's code forks from `connection`: only the worker may write to it."""
     number = connection.fileno()
 
     def silence() -> None:

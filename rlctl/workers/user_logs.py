@@ -1,4 +1,4 @@
-"""Logs of a user's code in separate processes: failures counted by cause (contract 11), and bounded output.
+"""Logs of a user's code: failures counted by cause (contract 11), and printed output up to a limit.
 
 Control characters are written as visible symbols, because users read logs on a terminal.
 """
@@ -14,13 +14,13 @@ from typing import Protocol
 from rlctl.utils.safe_text import neutral
 
 Emit = Callable[..., None]
-# Most causes that are counted separately. Generated code can raise at any number of places.
+# The most causes that are counted separately. Code that a model generates can raise at any number of places.
 MAX_CAUSES = 20
 _OTHER = "other causes"
-# Most bytes of output in an attempt. One line for each rollout could fill a disk during a run of weeks.
+# The most bytes of output in an attempt of a run. One line for each rollout could fill a disk in a run of weeks.
 MAX_LOG_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
-# Seconds to wait for the last output: an orphan of the user's code may keep the pipe open.
+# `close` waits at most this long for the last output, because an orphan of the user's code may keep the pipe open.
 _ENDING_S = 2.0
 
 
@@ -38,9 +38,9 @@ class UserFailure(Protocol):
 class FailureLog:
     """Log of the failures of a run's rewards, environments or tools. Warns about the first failure of each cause.
 
-    Any thread may call its methods. kind: "reward", "environment" or "tool". path: file for tracebacks; None: only the
-    standard error has them. emit: writes an event; None: there are no warnings. fate: text on the fate of the rollouts,
-    for warnings. metric: name of the metric that counts the failures; empty: KIND/failed.
+    Any thread may call its methods. kind: "reward", "environment" or "tool". path: file for tracebacks; None: there is
+    no file. emit: writes an event; None: there are no warnings. fate: end of a warning, which says what happens to
+    the rollouts. metric: name of the metric that counts the failures; "": KIND/failed.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class FailureLog:
         self._noted: set[str] = set()
 
     def add(self, name: str, failure: UserFailure, fate: str | None = None, count: int = 1) -> None:
-        """Count failures of the part `name`. For a new cause, also write the traceback and emit a warning.
+        """Count failures of the reward, environment or tool `name`. For a new cause, log its traceback and warn.
 
-        fate: used instead of the log's `fate`.
+        fate: replaces the log's `fate`. count: number of failures.
         """
         cause = f"{name}: {failure.cause}"
         with self._lock:
@@ -102,9 +102,10 @@ class FailureLog:
 
 
 class OutputLog:
-    """Pipe to a file of bounded size. A user's processes write to `descriptor`. Close the log after they have ended.
+    """Pipe that is copied to a file of at most `MAX_LOG_BYTES`. A user's processes write to `descriptor`.
 
-    kind: "reward" or "environment". emit: writes an event when the bound is reached.
+    Close the log after these processes have ended. kind: "reward" or "environment". emit: writes a warning event when
+    the limit is reached.
     """
 
     def __init__(self, kind: str, path: Path, emit: Emit | None) -> None:
@@ -116,7 +117,7 @@ class OutputLog:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait until the last output is written."""
+        """Wait until the last output is in the file, at most 2 s."""
         os.close(self.descriptor)
         self._thread.join(_ENDING_S)
 
@@ -124,7 +125,7 @@ class OutputLog:
         room = MAX_LOG_BYTES
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while output := os.read(self._reading_end, _READ_BYTES):
-            # Output beyond the bound is read and dropped, so that its writer never waits.
+            # Output beyond the limit is read and dropped, so that the writing process never waits.
             if room < 0:
                 continue
             _append(self._path, decoder.decode(output[:room]))

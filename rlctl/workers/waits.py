@@ -1,8 +1,8 @@
-"""Explanations of calls that take long: which workers the driver waits for, long before the deadline (contract 8).
+"""Warnings about calls that take long: they say which workers the driver waits for, before the deadline (contract 8).
 
-The driver's threads open a wait around each call; one thread checks the open waits. A call is explained when it takes
-longer than `explain_after_s` and three times as long as the longest earlier call of the same name. If a worker's
-process is stopped, the call is explained after `explain_after_s`.
+Each call of the driver is registered while it waits for answers. One thread checks the registered calls. It warns of a
+call that takes longer than `explain_after_s` and three times as long as the longest earlier call of the same method. If
+a worker's process is stopped, it warns after `explain_after_s`.
 """
 
 import threading
@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _WAIT_POLL_S = 0.5
+# A call is unusual if it takes this many times as long as the longest earlier one.
 _UNUSUAL = 3.0
 
 # Returns (worker, process id or None) of each worker without an answer.
@@ -33,12 +34,12 @@ class _Wait:
 
 
 class Waits:
-    """The calls that the driver waits for. Explains those that take long."""
+    """The calls that the driver waits for. Their thread calls `warn` with an explanation of each that takes long."""
 
     def __init__(self, explain_after_s: float, warn: Callable[[str], None]) -> None:
         self._explain_after_s = explain_after_s
         self._warn = warn
-        # Returns a text on the state of the run. May be replaced later.
+        # Returns a text on the state of the run, for warnings. `launch` replaces this function when the loop starts.
         self.where: Callable[[], str] = lambda: "start-up"
         self._open: dict[int, _Wait] = {}
         self._longest: dict[str, float] = {}
@@ -48,7 +49,7 @@ class Waits:
 
     @contextmanager
     def wait(self, call: str, late_workers: LateWorkers, deadline_s: float, knob: str) -> Iterator[None]:
-        """Explain the wait within the block if it takes long. knob: config key that sets the deadline."""
+        """Register a call while the block waits for its answers. knob: config key that sets the deadline."""
         wait = _Wait(call=call, late_workers=late_workers, deadline_s=deadline_s, knob=knob)
         with self._lock:
             self._open[id(wait)] = wait
@@ -94,7 +95,7 @@ class Waits:
                 self._warn(explanation)
 
     def _explanation(self, wait: _Wait, lasted_s: float) -> str:
-        """Return a text on the workers that the driver waits for, and their states; empty for a wait not yet long."""
+        """Return a text on the workers that the driver waits for, and their states; "" if no warning is due."""
         if lasted_s < max(self._explain_after_s, 2 * wait.explained_at_s):
             return ""
         states = [(name, process_state(pid)) for name, pid in wait.late_workers()]
@@ -109,7 +110,7 @@ class Waits:
 
 
 def process_state(pid: int | None) -> str:
-    """Return the state of a process of this machine; an empty text for None."""
+    """Return a text on a process of this machine: stopped, gone, or its CPU use. Return "" for pid None."""
     import psutil
 
     if pid is None:
