@@ -1,4 +1,4 @@
-"""Chats as text and tokens: a prompt as the model reads it, and the tokens between two of its turns.
+"""Chats as text and tokens: the prompt that a model continues, and the tokens between two of its turns.
 
 `rows.py` reads the tool calls of a row's messages; `rollout/conversation.py` keeps the tokens of a conversation.
 """
@@ -25,8 +25,8 @@ from rlctl.data.templates import Template, choose_template, find_template, unkno
 # JSON schemas of functions, as chat templates take them.
 Tools = Sequence[dict[str, Any]]
 
-# Stands for the text of a turn, to find the template's text around a turn.
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# Stands for the text of a turn, to find the text that the template writes around a turn.
 _ANSWER_TEXT = "the-text-of-an-answer"
 # Most sets of tools that a chat keeps marked.
 _TOOL_SETS = 16
@@ -37,17 +37,18 @@ EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: 
 
 @dataclass(frozen=True)
 class TurnLink:
-    """Tokens between two of the assistant's turns; none is sampled."""
+    """Tokens between two of the assistant's turns. The template writes them; none is sampled."""
 
-    # Close a turn that was cut before it ended.
+    # Tokens to end a turn that was cut before its end token.
     close: list[int]
-    # The messages in between, and the opening of the next turn.
+    # Tokens of the messages between the turns, and of the opening of the next turn.
     between: list[int]
-    # First of `between`, where that is a control token and no other ends a turn, as GLM-4.5's mark of the next role.
+    # First token of `between` if it is the control token that ends the turn, such as GLM-4.5's mark of the next role.
+    # None if the template ends a turn by a separate token.
     mark: int | None = None
 
     def tokens_after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
-        """Return the tokens that follow a turn of these `tokens`. stops: tokens that end a turn."""
+        """Return the tokens to append to a turn whose sampled tokens are `tokens`. stops: ids that end a turn."""
         if tokens and tokens[-1] == self.mark:
             return self.between[1:]
         if tokens and tokens[-1] in stops:
@@ -61,7 +62,7 @@ class Prompt:
 
     text: str
     tokens: list[int]
-    # Control tokens spelled in the messages, and encoded as text, in order.
+    # Control tokens that the messages spell out, in order. They are encoded as text.
     spelled: list[str]
 
 
@@ -69,31 +70,34 @@ class Prompt:
 class Chat:
     """Rules by which prompts and chats become text and tokens.
 
-    Text of messages and tools comes from outside: it yields no added token of the tokenizer (`ControlTokens`).
+    Messages and tools come from outside, so their texts yield no added token of the tokenizer (`ControlTokens`).
     """
 
     tokenizer: Any
-    # None: plain text without roles.
+    # None means plain text without roles.
     template: Template | None
     system_prompt: str | None
-    # Folder of the model, whose end tokens count; None: not on this machine.
+    # Folder of the model, whose files name end tokens; None if the model is not on this machine.
     folder: Path | None = None
-    # data.special_tokens: allow reads spelled tokens as control tokens.
+    # data.special_tokens: `text` encodes a spelled control token as text, `allow` as the control token.
     special_tokens: SpecialTokens = "text"
-    # Arguments of the template, such as enable_thinking.
+    # Arguments of the chat template, such as enable_thinking.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """Token in place of text that the tokenizer does not know. None: it has none, or that token delimits texts."""
+        """Id of the token for text that the tokenizer does not know.
+
+        None if there is no such token, or if it is the beginning-of-text or end-of-text token too.
+        """
         token: int | None = self.tokenizer.unk_token_id
         return None if token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) else token
 
     def with_kwargs(self, arguments: Mapping[str, Any]) -> "Chat":
-        """Return this chat with further arguments of its template, as a row or a request names them.
+        """Return this chat with the template's arguments of a row or of a request added.
 
-        They come from outside: a control token that they spell is text. Raises DataError for a name that the template
-        does not take.
+        These come from outside, so a control token that they spell is text. Raises DataError for a name that the
+        template does not take.
         """
         if not arguments:
             return self
@@ -104,7 +108,7 @@ class Chat:
             raise DataError(f"chat_template_kwargs: {name} {reason}")
         further = arguments if self.special_tokens == "allow" else self._control.mark_all(dict(arguments))
         variant = replace(self, template_kwargs={**self.template_kwargs, **further})
-        # The tokenizer's facts take long to find, and an engine stops at the same tokens for all chats of a run.
+        # Shared with the variant, because these take long to compute, and the end tokens are the same for a whole run.
         vars(variant).update({"_control": self._control, "_turn_end": self._turn_end, "ends": self.ends})
         while len(self._variants) >= _ARGUMENT_SETS:
             self._variants.pop(next(iter(self._variants)), None)
@@ -112,38 +116,39 @@ class Chat:
         return variant
 
     def unknown_kwargs(self, names: Collection[str]) -> dict[str, str]:
-        """Return the reason for each name that is no argument of the template."""
+        """Return each name that is no argument of the template, with the reason."""
         if self.template is None:
             return dict.fromkeys(names, "needs a chat template: this tokenizer has none, or it is set to none")
         return unknown_arguments(names, self.template)
 
     @cached_property
     def _variants(self) -> "dict[str, Chat]":
-        """Chats of `with_kwargs`, by the JSON of their arguments."""
+        """Results of `with_kwargs`, by the arguments as JSON."""
         return {}
 
     def prompt(self, messages: Messages, tools: Tools = ()) -> Prompt:
         """Return the prompt that the model continues: the chat and the opening of the assistant's turn.
 
-        tools: JSON schemas of the functions that it may call. Raises DataError for no token at all.
+        tools: JSON schemas of the functions that the model may call. Raises DataError for a prompt without tokens.
         """
         text = self.render(messages, generation=True, tools=tools)
         return Prompt(remove_marks(text), self.prompt_tokens(text), self.find_spelled(messages, tools))
 
     def prompt_text(self, messages: Messages, tools: Tools = ()) -> str:
-        """Return the text of a prompt. Its tokens are those of `prompt`: the text alone may spell further ones."""
+        """Return the text of a prompt. Its tokens are those of `prompt`: the text alone may spell further tokens."""
         return remove_marks(self.render(messages, generation=True, tools=tools))
 
     def find_spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
-        """Return the control tokens spelled in messages and tools, and encoded as text, in order."""
+        """Return the control tokens that messages and tools spell, in order, if they are encoded as text."""
         if self.special_tokens == "allow":
             return []
         return self._control.find_spelled([*map(self.mark_message, messages), *self._control.mark_all(list(tools))])
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a rendered text. A template writes the beginning-of-text token; plain text gets it here.
+        """Return the tokens of a rendered text.
 
-        Raises DataError for no token at all.
+        A template writes the beginning-of-text token itself. Without a template the token is added here. Raises
+        DataError if there are no tokens.
         """
         tokens = self.add_prefix(self.encode(text))
         if not tokens:
@@ -151,7 +156,7 @@ class Chat:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
+        """Return the text of tokens, special tokens included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def turn_text(self, tokens: Sequence[int]) -> str:
@@ -170,7 +175,7 @@ class Chat:
             warnings.append(text)
         rows = self._embedding_rows
         if rows is not None:
-            # Added tokens may have any id.
+            # Tokens that the model has no embedding for. Added tokens may have any id, so each one is compared.
             base = self.tokenizer.vocab_size
             beyond = sum(token >= max(base, rows) for token in self.tokenizer.added_tokens_decoder)
             beyond += max(0, base - rows)
@@ -179,9 +184,9 @@ class Chat:
         return replace(ends, warnings=tuple(warnings))
 
     def link(self, messages: Messages, added: Messages, tools: Tools = ()) -> TurnLink:
-        """Return the tokens between the assistant's turn that follows `messages` and its next one.
+        """Return the tokens between the assistant's turn that follows `messages` and the assistant's next turn.
 
-        added: the messages between the two. The turn itself is not rendered: its tokens are those that were sampled.
+        added: messages between these turns. The first turn itself is not rendered, because its sampled tokens are kept.
         Raises DataError if the template cannot go on after a turn.
         """
         before, behind = self._render_around(messages, added, tools)
@@ -194,9 +199,9 @@ class Chat:
         return TurnLink(self._closing(behind[:end]), self.encode(behind[end:], before + behind[:end]))
 
     def following_end(self, messages: Messages, added: Messages, tools: Tools = ()) -> str:
-        """Return the template's text behind a turn, up to a token that ends the turn; empty without one.
+        """Return the template's text behind a turn, up to a token that ends the turn; empty without such a token.
 
-        messages, added: those before and behind the turn. Its end may be the mark of the next role, as GLM-4.5's.
+        messages, added: messages before and behind the turn. The end token may be the mark of the next role (GLM-4.5).
         """
         try:
             behind = self._render_around(messages, added, tools)[1]
@@ -207,12 +212,12 @@ class Chat:
         return behind[: len(behind) - len(mark) + len(max(tokens, key=len))] if tokens else ""
 
     def _render_around(self, messages: Messages, added: Messages, tools: Tools) -> tuple[str, str]:
-        """Return the chat up to the end of the assistant's text that follows `messages`, and the text behind it.
+        """Return the rendered chat up to the end of the assistant's turn behind `messages`, and the text behind that.
 
         Raises DataError if the template cannot go on after a turn.
         """
         answer = _ANSWER_TEXT
-        while answer in str([*messages, *added]):  # A tool may answer with that text.
+        while answer in str([*messages, *added]):  # The stand-in must be unique: a tool may answer with the same text.
             answer += "-"
         turn = {"role": "assistant", "content": answer}
         try:
@@ -225,14 +230,16 @@ class Chat:
         return before + answer, behind
 
     def rewrites_history(self) -> bool:
-        """Return True if the template writes an earlier turn otherwise than it was sampled, as Qwen3's, which drops the
-        thinking of all turns but the last."""
+        """Return True if the template writes an earlier turn in another way than the turn was sampled.
+
+        Qwen3's does: it drops the thinking of all turns but the last.
+        """
         if self.template is None:
             return False
         turn = f"<think>\nthought\n</think>\n\n{_ANSWER_TEXT}"
         chat = [{"role": "user", "content": "question"}]
         added = [{"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
-        with suppress(Exception):  # A row that the template refuses is an error with its place.
+        with suppress(Exception):  # The template refuses this chat. An error in a row is raised with the row's place.
             return not self.render([*chat, *added], generation=True).startswith(self.prompt_text(chat) + turn)
         return False
 
@@ -243,14 +250,14 @@ class Chat:
             return False
         function = {"name": "named", "description": "", "parameters": {"type": "object", "properties": {}}}
         chat = [{"role": "user", "content": "question"}]
-        with suppress(Exception):  # A row that the template refuses is an error with its place.
+        with suppress(Exception):  # The template refuses this chat. An error in a row is raised with the row's place.
             return self.prompt_text(chat, [{"type": "function", "function": function}]) != self.prompt_text(chat)
         return True
 
     def end_marker(self, text: str) -> str | None:
-        """Return the token by which the template ended the last turn of `text`; None: it writes none.
+        """Return the token that ends the last turn of the rendered `text`; None if the template writes no end token.
 
-        Usually all turns have the same end. Another special token may take its place, as after a tool call.
+        Usually all turns end with the same token. A turn with a tool call may end with another special token.
         """
         turn_end = self._turn_end.token
         if turn_end is None:
@@ -264,7 +271,7 @@ class Chat:
 
     @cached_property
     def _closing(self) -> Callable[[str], list[int]]:
-        """Encode the text that closes a turn; it is the same after nearly every turn."""
+        """Function to encode the text that closes a turn. Cached, because nearly all turns have the same text."""
         return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER_TEXT))
 
     @cached_property
@@ -274,20 +281,24 @@ class Chat:
         return find_turn_end(partial(self._render_text, generation=False), self.tokenizer)
 
     def render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
-        """Return the chat as text, with a mark in each control token that messages or tools spell."""
+        """Return the chat as text, with a mark in each control token that messages or tools spell.
+
+        generation: write the opening of the assistant's turn at the end.
+        """
         marked = [self.mark_message(message) for message in messages]
         takes_system_prompt = self.template is not None and self.system_prompt is not None
         if takes_system_prompt and messages[:1] and messages[0]["role"] != "system":
-            # The config's own text, which may name control tokens.
+            # Not marked: the config's system prompt may name control tokens.
             marked = [{"role": "system", "content": self.system_prompt}, *marked]
         if self.special_tokens == "text":
             tools = self._mark_tools(tools)
         return self._render_text(marked, generation, tools)
 
     def _mark_tools(self, tools: Tools) -> Tools:
-        """Return tools with marks in the control tokens that they spell. An object is marked once: nobody changes it.
+        """Return tools with marks in the control tokens that they spell.
 
-        24 tools of an agent take 2 ms, and each of its turns brings them.
+        The result is kept for each object, because nobody changes a list of tools. Marking the 24 tools of an agent
+        takes 2 ms, and each turn of the agent needs them.
         """
         cached, marked = self._tools_by_id.get(id(tools), ((), ()))
         if cached is not tools:
@@ -299,7 +310,7 @@ class Chat:
 
     @cached_property
     def _tools_by_id(self) -> dict[int, tuple[Tools, Tools]]:
-        """Tools, and their marked form, by the id of the former."""
+        """(tools, marked tools) by the id of the tools' object."""
         return {}
 
     def _render_text(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
@@ -318,7 +329,7 @@ class Chat:
         )
 
     def mark_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a message with marks in the control tokens that it spells, unless it may write such tokens."""
+        """Return a message with marks in the control tokens that it spells; unchanged if special tokens are allowed."""
         if self.special_tokens == "allow":
             return message
         return self._control.mark_message(message, self._plain_end)
@@ -329,27 +340,27 @@ class Chat:
 
     @cached_property
     def _plain_end(self) -> str | None:
-        """Token that an answer's own text may end with, where the template writes none."""
+        """End token that the text of an answer may spell as its end; None if the template writes an end token."""
         has_turn_end = self.template is not None and self._turn_end.token is not None
         return None if has_turn_end else self.tokenizer.eos_token
 
     def add_prefix(self, tokens: list[int]) -> list[int]:
-        """Return `tokens` after the tokens that the tokenizer puts before plain text, once."""
+        """Return `tokens` behind the tokens that the tokenizer puts before plain text, unless these are there."""
         prefix = self._prefix if self.template is None else []
         return tokens if tokens[: len(prefix)] == prefix else prefix + tokens
 
     @cached_property
     def _prefix(self) -> list[int]:
-        """Tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
+        """Tokens that the tokenizer puts before every text: usually the beginning-of-text token, or none."""
         bare = self._control.encode("a")
         tokens = list(self.tokenizer("a").input_ids)
         starts = (start for start in range(len(tokens)) if tokens[start : start + len(bare)] == bare)
         return tokens[: next(starts, 0)]
 
     def encode(self, text: str, before: str = "") -> list[int]:
-        """Return the tokens of rendered text behind the text `before`, whose tokens stay as they are.
+        """Return the tokens of a rendered text that stands behind the text `before`, without the tokens of `before`.
 
-        Raises DataError for a lone surrogate, and for a token that the model has no row for.
+        Raises DataError for a lone surrogate, and for a token that the model has no embedding for.
         """
         try:
             tokens = self._control.encode(text, before)
@@ -366,7 +377,7 @@ class Chat:
 
     @cached_property
     def _embedding_rows(self) -> int | None:
-        """Rows of the model's embedding, where the tokenizer has tokens beyond them; None: each token has a row."""
+        """Number of rows of the model's embedding if the tokenizer has tokens beyond these rows, else None."""
         try:
             config = read_object(self.folder / "config.json") if self.folder else {}
         except ModelError:
@@ -379,7 +390,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """A chat as another process loads it."""
+    """Facts from which another process loads a chat."""
 
     # Folder or hub name of the tokenizer.
     tokenizer: str
@@ -396,12 +407,12 @@ class ChatSpec:
         return cls(**{**facts, "tokenizer": str(chat.tokenizer.name_or_path)})
 
     def load(self) -> Chat:
-        """Load the tokenizer. Raises DataError."""
+        """Load the tokenizer, and return the chat. Raises DataError."""
         return Chat(**{**vars(self), "tokenizer": load_tokenizer(self.tokenizer)})
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
-    """Return the chat of a run, by data.chat_template and the keys around it. folder: the model's. Raises DataError."""
+    """Return the chat of a run with the settings of `data`. folder: the model's folder. Raises DataError."""
     system_prompt = data.system_prompt
     template = find_template(data.chat_template, tokenizer)
     if template is None and system_prompt is not None:

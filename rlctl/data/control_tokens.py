@@ -1,8 +1,9 @@
-"""Text from outside stays text: it gives no control token, also where it spells one (contract 4).
+"""Encoding in which text from outside stays text: it yields no control token, even if it spells one (contract 4).
 
-A chat template renders all messages to one string, and a tokenizer finds its added tokens anywhere in a string. Spelled
-tokens therefore get a mark behind their first character before the template sees them. The mark is two noncharacters of
-Unicode, which templates leave where they are. `encode` then knows which tokens the template itself wrote.
+A chat template renders all messages to one string, and a tokenizer finds its added tokens anywhere in a string. So a
+token that a message spells, for example <|im_end|>, gets a mark behind its first character before the template sees it.
+The mark is two noncharacters of Unicode, which templates do not touch. `encode` then knows that the tokens without a
+mark are written by the template.
 """
 
 import json
@@ -17,40 +18,43 @@ from typing import Any, Literal
 
 SpecialTokens = Literal["text", "allow"]
 
-# Unicode reserves these for a program's own use: no text that is exchanged holds them. Text that does is kept.
+# Unicode reserves noncharacters for use within a program, so text from outside has hardly ever one. Such a character is
+# escaped as `_LITERAL`, and restored later.
 _ESCAPE = "\ufdd0"
 _MARK = f"{_ESCAPE}\ufdd1"
 _LITERAL = f"{_ESCAPE}\ufdd2"
-# Stands for an added token while the text around it is encoded; the number is the token's id. No text can spell it.
+# Placeholder of an added token while a text is encoded; the number is the token's id. It has a random part, so that no
+# text can spell it.
 _PLACE = f"\ufdd3{secrets.token_hex(16)} {{}}\ufdd4"
 # Roles from which templates make control tokens, as in <|user|>.
 _ROLE_NAMES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "environment", "ipython"}
-# Marks of the model's own thinking and tool calls, as the tokenizers of the usual families name them.
+# Added tokens with which a model marks its thinking and its tool calls, in the tokenizers of the usual families.
 _OWN = re.compile(
     r"think|thought|reasoning|tool[_▁ ]?call|tool[_▁ ]?sep|python_tag|\[ARGS\]|\[CALL_ID\]|arg_(key|value)"
     r"|</?(function|parameter)\b|_ACTION",
     re.IGNORECASE,
 )
-# Characters before a text that its encoding is found in. Tokenizers look back to the last added token, or by a word.
+# Number of characters before a text that may change its encoding. A tokenizer looks back to the last added token, or
+# one word.
 _CONTEXT = 256
-# Texts before a cut, for which no token reaches into the text behind.
+# Contexts that are tried if a token would reach across the cut between two texts.
 _CUTS = ("0", "\n")
-# Values of an assistant's message that are its own words. Its other values, such as tool calls, are data.
+# Keys of an assistant's message that hold the model's words. Other values, such as tool calls, are data.
 _OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class TextBackend:
-    """A tokenizer whose added tokens have placeholders as names."""
+    """A copy of the tokenizer in which each added token is written as its placeholder."""
 
     tokenizer: Any
-    # Ids of the placeholders -> those of the tokens.
+    # Id of a placeholder -> id of the added token.
     ids: dict[int, int]
-    # Ids that no text may give. The token of unknown text is not included.
+    # Ids of added tokens that no text may yield. The token for unknown text is not included.
     never: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of text with placeholders; none if the model has a control token as a piece of text."""
+        """Return the tokens of a text with placeholders; empty if plain text would yield an added token."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         if any(token in self.never for token in tokens if token not in self.ids):
             return []
@@ -58,7 +62,7 @@ class TextBackend:
 
 
 class ControlTokens:
-    """Added tokens of a tokenizer, special or not. Those of white space alone are text."""
+    """Added tokens of a tokenizer, special or not. Added tokens of white space alone count as text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -68,10 +72,10 @@ class ControlTokens:
         self._not_own = _by_head([token for token in tokens if not _OWN.search(token)])
 
     def mark_message(self, message: dict[str, Any], end: str | None = None) -> dict[str, Any]:
-        """Return a message with a mark in each token that it spells.
+        """Return a message with a mark in each added token that it spells.
 
-        An assistant's text keeps the marks of thinking and of tool calls. end: token that may end its text as a token,
-        where the template writes none.
+        In an assistant's text, tokens of thinking and of tool calls get no mark. end: token that the text may end with
+        as a token, if the template writes no end token.
         """
         if message.get("role") != "assistant":
             return {**self.mark_all(message), "role": self._mark_role(message.get("role"))}
@@ -80,7 +84,7 @@ class ControlTokens:
         return {**self.mark_all(further), **own_words}
 
     def mark_all(self, value: Any) -> Any:
-        """Return JSON-like data with a mark in each token that its texts spell, names included."""
+        """Return JSON-like data with a mark in each token that its texts and keys spell."""
         if isinstance(value, str):
             return self._mark_text(value, self._all)
         if isinstance(value, dict):
@@ -90,7 +94,7 @@ class ControlTokens:
         return value
 
     def join_texts(self, texts: list[str]) -> str:
-        """Return marked texts as one, with marks also where only two texts together spell a token."""
+        """Join marked texts, and mark each token that only two neighbouring texts together spell."""
         joined = ""
         for text in texts:
             plain = remove_marks(joined)
@@ -101,7 +105,7 @@ class ControlTokens:
         return joined
 
     def find_spelled(self, value: Any) -> list[str]:
-        """Return the tokens that marked data hold as text, in order."""
+        """Return the added tokens that marked data spell as text, in order."""
         tokens: list[str] = []
         if isinstance(value, str):
             longest = 3 * max(map(len, self._added), default=0)
@@ -121,45 +125,45 @@ class ControlTokens:
         return tokens
 
     def encode(self, text: str, before: str = "") -> list[int]:
-        """Return the tokens of marked text: control tokens where no mark is, and text as the model reads it.
+        """Return the token ids of a marked text. An added token with a mark is encoded as text.
 
-        Without a mark these are the tokenizer's own. With one, the text between two control tokens is still encoded as
-        a whole, so that it merges as it would if the spelled token were no token.
+        A text without marks is encoded by the tokenizer itself. In a text with marks, the text between two control
+        tokens is encoded as a whole, so that its pieces merge as if the spelled token were no token.
 
-        before: marked text in front, whose tokens stay as they are. The encoding of a text depends on its place:
-        SentencePiece marks the beginning of a word, and some control tokens take the blanks around them.
+        before: marked text before `text`, whose tokens are not returned. It matters, because SentencePiece marks the
+        beginning of a word, and some control tokens take the blanks around them.
         """
         if not before:
             return self._encode_alone(text)
         context = self._context(before)
         tokens = self._encode_behind(text, context)
-        # None: a token would reach into both texts.
+        # None if a token would reach across both texts.
         return self._encode_cut(text) if tokens is None else tokens
 
     def _context(self, before: str) -> str:
-        """Return the end of a text that decides how text behind it is encoded: from its last token on."""
+        """Return the end of the text `before` that decides how a text behind it is encoded: from its last token on."""
         end = before[-_CONTEXT:]
         tokens = self._find_tokens(end, self._all)
         starts = [start for start, token in tokens if not end.startswith(_MARK, start + len(token))]
         if starts:
             return end[starts[-1] :]
-        # A longer text is cut between two words.
+        # Without a token, cut the end at the beginning of a word.
         return end if len(before) <= _CONTEXT else end[end.find(" ") + 1 :]
 
     def _encode_behind(self, text: str, context: str) -> list[int] | None:
-        """Return the tokens of text behind a context; None if the context has other tokens there."""
+        """Return the tokens of a text behind a context; None if the text changes the context's tokens."""
         head = self._contexts(context)
         tokens = self._encode_alone(context + text)
         return tokens[len(head) :] if tokens[: len(head)] == head else None
 
     def _encode_cut(self, text: str) -> list[int]:
-        """Return the tokens of text that no token shares with the text before it."""
+        """Return the tokens of a text such that no token reaches into the text before."""
         tried = (self._encode_behind(text, cut) for cut in _CUTS)
         return next((tokens for tokens in tried if tokens is not None), None) or self._encode_alone(text)
 
     @cached_property
     def _contexts(self) -> Callable[[str], list[int]]:
-        """Encode a context. It is the same before nearly every turn."""
+        """Function that encodes a context. Cached, because nearly all turns have the same context."""
         return lru_cache(maxsize=64)(self._encode_alone)
 
     def _encode_alone(self, text: str) -> list[int]:
@@ -167,7 +171,7 @@ class ControlTokens:
             return self._encode_text(text)
         if self._backend and (tokens := self._backend.encode(self._with_places(text))):
             return tokens
-        # The tokenizer is of another library, or its model has the spelled text as a piece.
+        # The tokenizer has no backend, or its backend reads the spelled token as a piece: cut the text at each mark.
         first, *later_parts = map(remove_marks, text.split(_MARK))
         tokens = self._encode_text(first)
         for part in later_parts:
@@ -178,7 +182,10 @@ class ControlTokens:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
 
     def _mark_role(self, role: Any) -> Any:
-        """Return a role with marks throughout if a template could make it a control token, as `end` to <|end|>."""
+        """Return a role with marks between all characters if a template could make a control token of it.
+
+        For example a template that writes <|role|> would make <|end|> of the role `end`.
+        """
         if not isinstance(role, str) or role in _ROLE_NAMES or not role:
             return self.mark_all(role)
         if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):
@@ -195,14 +202,14 @@ class ControlTokens:
     def _mark_text(self, text: str, tokens: dict[str, tuple[str, ...]]) -> str:
         places = sorted({start + 1 for start, _ in self._find_tokens(text, tokens)})
         if not places and any(self._find_tokens(self._normalize(text), tokens)):
-            # A token that the text spells only once it is normalized; the mark has it encoded by `_backend`.
+            # The text spells a token only after the tokenizer's normalization. With any mark `_backend` encodes it.
             places = [len(text) - len(text.lstrip()) + 1]
         cuts = [0, *places, len(text)]
         parts = (text[start:end].replace(_ESCAPE, _LITERAL) for start, end in pairwise(cuts))
         return _MARK.join(parts)
 
     def _find_tokens(self, text: str, tokens: dict[str, tuple[str, ...]]) -> Iterator[tuple[int, str]]:
-        """Yield (position, token) of all tokens that `text` spells; of several at one position the longest."""
+        """Yield (position, token) of all tokens that `text` spells, at each position the longest token."""
         for match in self._heads.finditer(text):
             start = match.start()
             for head in (text[start : start + 2], text[start]):
@@ -212,17 +219,17 @@ class ControlTokens:
                     break
 
     def _normalize(self, text: str) -> str:
-        """Return the text in which some added tokens are found; empty where it is the same."""
+        """Return the text after normalization, in which some added tokens are found; empty if nothing changes."""
         if self._normalizer is None or (text.isascii() and not self._folds):
             return ""
         try:
             return str(self._normalizer.normalize_str(text))
-        except UnicodeEncodeError:  # half of a surrogate pair, which no tokenizer encodes
+        except UnicodeEncodeError:  # a lone surrogate, which no tokenizer encodes
             return ""
 
     @cached_property
     def _folds(self) -> bool:
-        """True if the normalizer changes ASCII text too, as one that makes it lower case."""
+        """True if the normalizer changes ASCII text too, for example to lower case."""
         letters = "".join(map(chr, range(32, 127)))
         return self._normalizer is not None and str(self._normalizer.normalize_str(letters)) != letters
 
@@ -237,7 +244,7 @@ class ControlTokens:
 
     @cached_property
     def _normalizer(self) -> Any:
-        """Normalizer that changes text before some added tokens are found in it; None where it does so before none."""
+        """The tokenizer's normalizer; None if no added token is looked for in normalized text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or not any(token.normalized for token in self._tokenizer.added_tokens_decoder.values()):
             return None
@@ -245,7 +252,7 @@ class ControlTokens:
 
     @cached_property
     def _written(self) -> re.Pattern[str]:
-        """Finds added tokens in marked text, the longest first, as the tokenizer does."""
+        """Pattern that finds added tokens in marked text, the longest first, as the tokenizer does."""
         flags = {token.content: token for token in self._tokenizer.added_tokens_decoder.values()}
         patterns = []
         for token in sorted(self._added, key=len, reverse=True):
@@ -277,7 +284,7 @@ class ControlTokens:
         return TextBackend(tokenizer, ids, frozenset(never))
 
     def _with_places(self, text: str) -> str:
-        """Return marked text as plain text, with a placeholder for each control token that it holds unmarked."""
+        """Return a marked text without marks, with a placeholder for each control token that has no mark."""
         parts: list[str] = []
         position = 0
         for match in self._written.finditer(text):
@@ -289,7 +296,7 @@ class ControlTokens:
 
 
 def remove_marks(text: str) -> str:
-    """Return the text that a person reads."""
+    """Return a marked text without its marks, as a person reads it."""
     return text.replace(_MARK, "").replace(_LITERAL, _ESCAPE) if _ESCAPE in text else text
 
 
@@ -298,7 +305,7 @@ def _mark_places(text: str) -> Iterator[int]:
 
 
 def _by_head(tokens: list[str]) -> dict[str, tuple[str, ...]]:
-    """Return tokens by their first two characters, the longest first."""
+    """Return tokens by their first two characters. Each tuple has the longest token first."""
     by_head: defaultdict[str, list[str]] = defaultdict(list)
     for token in sorted(tokens, key=len, reverse=True):
         by_head[token[:2]].append(token)

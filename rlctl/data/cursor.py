@@ -1,7 +1,7 @@
 """Cursor over a data set: an endless, resumable order of rows whose whole state is {epoch, index, rows}.
 
-The order of an epoch is a pure function of (seed, epoch), so a resume replays nothing. Every row comes exactly once an
-epoch, for any batch sizes. A batch may reach into the next epoch; none is cut short.
+The order of an epoch is a pure function of (seed, epoch), so a resume replays no draws. Every row comes exactly once in
+an epoch, for any batch sizes. A batch may reach into the next epoch, so that no batch is shorter than others.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ Drawn = TypeVar("Drawn", Task, SupervisedSample)
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of the row at position `row` of the data set."""
+    """One draw of a row."""
 
     epoch: int
+    # Index of the row in the data set.
     row: int
 
 
@@ -36,17 +37,17 @@ class DrawOrder(Protocol):
         """Return the next n draws."""
 
     def draw_at(self, number: int) -> Draw:
-        """Return the draw of that number, past or to come."""
+        """Return the draw with this number, from 0 on. It may be past or to come."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, as JSON holds it."""
+        """Return the state as JSON data."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError for the state of other data."""
+        """Continue at a state of `state_dict`. Raises DataError for the state of other data."""
 
 
 class Cursor:
-    """Order over `num_rows` rows. With `shuffle` each epoch has another one; without it is always 0, 1, 2, ..."""
+    """Order of draws over `num_rows` rows. With `shuffle` each epoch has another order; else it is 0, 1, 2, ..."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
         if num_rows < 1:
@@ -57,11 +58,11 @@ class Cursor:
         self._epoch = 0
         self._index = 0
         self._order = self._order_of(0)
-        # Epoch and order of `draw_at`'s last look into another epoch.
+        # Epoch and order that `draw_at` used last for another epoch than the current one.
         self._other: tuple[int, NDArray[np.int64]] = (0, self._order)
 
     def draw(self, n: int) -> list[Draw]:
-        """Return the next n draws, into the next epochs if need be."""
+        """Return the next n draws. They may reach into the next epochs."""
         draws: list[Draw] = []
         while len(draws) < n:
             rows = self._order[self._index : self._index + n - len(draws)]
@@ -75,7 +76,7 @@ class Cursor:
         return self._epoch * self._num_rows + self._index
 
     def draw_at(self, number: int) -> Draw:
-        """Return the draw of that number, past or to come."""
+        """Return the draw with this number, from 0 on. It may be past or to come."""
         epoch, index = divmod(number, self._num_rows)
         if epoch == self._epoch:
             return Draw(epoch, int(self._order[index]))
@@ -87,7 +88,7 @@ class Cursor:
         return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken. Raises DataError if that data set had another number of rows."""
+        """Continue at a state of `state_dict`. Raises DataError if the data set had another number of rows then."""
         if state["rows"] != self._num_rows:
             raise DataError(
                 f"the checkpoint was made with {state['rows']} rows, the data set now has {self._num_rows}: "
@@ -121,11 +122,11 @@ class RowSource(Generic[Drawn]):
         return [self._name_row(draw) for draw in self.cursor.draw(n)]
 
     def row_at(self, number: int) -> Drawn:
-        """Return the row of the draw with that number, past or to come."""
+        """Return the row of the draw with this number. The draw may be past or to come."""
         return self._name_row(self.cursor.draw_at(number))
 
     def read_ahead(self, first: int, n: int) -> list[Drawn]:
-        """Return the rows of n draws from number `first` on. The cursor stays where it is."""
+        """Return the rows of n draws from number `first` on. The cursor does not move."""
         return [self.row_at(number) for number in range(first, first + n)]
 
     def _name_row(self, draw: Draw) -> Drawn:

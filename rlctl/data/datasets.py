@@ -1,6 +1,7 @@
-"""Rows of a data set: of files, a folder of the datasets library, a hub or a generator, each with its place of origin.
+"""Reading of a data set's rows from files, a folder of the datasets library, a hub or a generator.
 
-Anything wrong with a row is a `DataError` of one line that names file and line.
+Each row has its place of origin, such as `train.jsonl:3`. An error in a row is a `DataError` of one line with this
+place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,35 +33,35 @@ class Row:
 
     # Index within the data set, from 0.
     number: int
-    # `train.jsonl:3`
+    # File and line, for example `train.jsonl:3`.
     origin: str
     # Column -> value.
     values: dict[str, Any]
-    # Key of data.train.sources; empty if there are none.
+    # Key of data.train.sources; empty if the run has no sources.
     source: str = ""
 
 
 class RowGenerator(Protocol):
-    """Library that makes the rows of a path NAME:DATASET from arguments, among them a seed; NAME is its own."""
+    """Library that generates rows from arguments, such as a seed. In a path NAME:DATASET, NAME is the library's."""
 
     def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Return (key below the data set's section, problem) of each mistake; makes no rows."""
+        """Return (key below the data set's section, problem) of each mistake, without generating rows."""
 
     def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
-        """Return the seeds of single rows: data sets of one name share the rows of seeds that both have."""
+        """Return the seed of each row. Two data sets of the same name share the rows whose seeds they share."""
 
     def read(self, dataset: str, args: Mapping[str, Any], limit: int | None) -> Read:
-        """Yield (origin, columns) of at most `limit` rows, equal for equal arguments. Raises DataError."""
+        """Yield (origin, columns) of at most `limit` rows. Equal arguments give equal rows. Raises DataError."""
 
 
 def generator_of(path: str | Sequence[str] | None) -> tuple[RowGenerator, str] | None:
-    """Return the generator of a path NAME:DATASET, and the DATASET; None for every other path."""
+    """Return the generator and the data set's name of a path NAME:DATASET; None for a path without a generator."""
     name, _, dataset = path.partition(":") if isinstance(path, str) else ("", "", "")
     return (load_object(ROW_GENERATORS[name])(), dataset) if name in ROW_GENERATORS else None
 
 
 def load_rows(section: DatasetSection) -> list[Row]:
-    """Return the rows of `section`, at most `limit`. Raises DataError.
+    """Return the rows of a section of the config, at most `section.limit`. Raises DataError.
 
     `path` is one or several files, a folder saved by the datasets library, a generator and its data set
     (`reasoning_gym:chain_sum`), or else a hub dataset, with its configuration after a colon (`openai/gsm8k:main`).
@@ -81,7 +82,10 @@ def path_text(path: str | Sequence[str] | None) -> str:
 
 
 def _read_dataset(section: DatasetSection) -> Read:
-    """Yield (origin, columns). A data set without splits is one, train; slices (`train[:90%]`) fit any split."""
+    """Yield (origin, columns) of each row of the section's split, which may be a slice (`train[:90%]`).
+
+    A data set without splits has the split `train` only.
+    """
     path = section.path or ()
     split = section.split
     files = files_of(path)
@@ -103,9 +107,9 @@ def _read_dataset(section: DatasetSection) -> Read:
 
 
 def _row_numbers(split: str, sizes: dict[str, int], path: str, allowed: str) -> dict[str, list[int]]:
-    """Return the numbers of the rows that `split` selects from each whole split.
+    """Return for each whole split the indices of the rows that the expression `split` selects.
 
-    sizes: number of rows of each whole split. allowed: the splits that there are, for an error.
+    sizes: number of rows of each whole split. allowed: text that lists the existing splits, for an error.
     """
     from datasets import ReadInstruction
 
@@ -119,7 +123,7 @@ def _row_numbers(split: str, sizes: dict[str, int], path: str, allowed: str) -> 
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return True for a folder that `save_to_disk` wrote: of one data set, or of several by split."""
+    """Return True for a folder that `save_to_disk` wrote, with one data set or with one for each split."""
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
@@ -139,7 +143,7 @@ def _read_saved(section: DatasetSection, path: str) -> Read:
 
 
 def _read_loaded(parts: Iterator[tuple[str, Any]], section: DatasetSection, path: str) -> Read:
-    """Yield the rows of loaded data sets, by split. Pictures and sounds stay bytes."""
+    """Yield the rows of loaded data sets. parts: (split, data set) pairs. Pictures and sounds stay bytes."""
     columns = chat_columns(section)
     for name, rows in parts:
         first = 1

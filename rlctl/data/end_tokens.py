@@ -1,4 +1,4 @@
-"""Tokens that end an answer: the one trained after an answer by SFT, and all at which GRPO stops sampling."""
+"""Tokens that end an answer: SFT trains one of them behind an answer, and GRPO stops sampling at all of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
 MODEL_FILES = ("generation_config.json", "config.json")
-# Ids of 31 bits, as tokenizers and engines have them.
+# Largest id of a token: tokenizers and engines use 31 bits.
 _MOST_TOKENS = 2**31 - 1
 _FURTHER = "generation.stop_token_ids"
 
@@ -20,11 +20,11 @@ _FURTHER = "generation.stop_token_ids"
 class EndTokens:
     """Tokens that end an answer."""
 
-    # Id that SFT puts after an answer, one of `stops`; None without any.
+    # Id that SFT puts behind an answer, one of `stops`; None if there are no stops.
     trained: int | None
     # Id -> (text of the token, sources that name the token).
     by_id: dict[int, tuple[str, tuple[str, ...]]]
-    # One line each.
+    # Warnings for the user, one line each.
     warnings: tuple[str, ...] = ()
 
     @property
@@ -38,7 +38,10 @@ class EndTokens:
         return ", ".join(texts) or "none"
 
     def with_further(self, tokens: Sequence[int], tokenizer: Any) -> "EndTokens":
-        """Return these and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
+        """Return these end tokens and `tokens`, which are `generation.stop_token_ids`.
+
+        Raises DataError for an id that is no token.
+        """
         by_id = dict(self.by_id)
         for token in tokens:
             text, sources = by_id.get(token, (_token_text(tokenizer, token, _FURTHER), ()))
@@ -53,26 +56,26 @@ class EndTokens:
 class TurnEnd:
     """End of an assistant's turn, as a chat template writes it."""
 
-    # Added token; None: it writes none.
+    # Text of the added token that ends the turn; None if the template writes no such token.
     token: str | None = None
-    # A whole chat; empty where the template refuses one.
+    # Rendered chat of a question and its answer; empty if the template refuses this chat.
     rendered: str = ""
-    # One line each.
+    # Warnings for the user, one line each.
     warnings: tuple[str, ...] = ()
 
 
 def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
-    """Return the rendered text after an answer, in the template's chat of two messages."""
+    """Find the token that the template writes behind an answer, by rendering a chat of a question and an answer."""
     text = "the-text-of-an-answer"
     try:
         rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
-    except Exception as error:  # Any error of a template; rows that it cannot render are named by their place.
+    except Exception as error:  # Any error of a template. A row that it cannot render is an error with its place.
         warning = f"the chat template refuses a question and its answer: {one_line(error)}"
         return TurnEnd(warnings=(f"{warning}; {_UNKNOWN}",))
     if text not in rendered:
         return TurnEnd(None, rendered, (f"the chat template leaves out the assistant's text; {_UNKNOWN}",))
     behind = rendered.rpartition(text)[2].strip()
-    # The longest first: one token may begin as another does.
+    # The longest token first, because one token may begin with another.
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
     token = next((token for token in tokens if behind.startswith(token)), None)
     if token is None and behind:
@@ -86,10 +89,10 @@ _UNKNOWN = "the token by which it ends a turn is not known"
 
 
 def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndTokens:
-    """Return the union of the tokens that the model's files, the tokenizer and the chat template name.
+    """Return all end tokens that the model's files, the tokenizer and the chat template name.
 
-    turn_end: the token by which the chat template ends an assistant's turn. folder: the model's; None: not known.
-    Raises DataError for an id that is no token of the tokenizer.
+    turn_end: text of the token with which the chat template ends an assistant's turn. folder: the model's folder; None
+    if it is not known. Raises DataError for an id that is no token of the tokenizer.
     """
     sources: dict[int, list[str]] = {}
     written = None if turn_end is None else int(tokenizer.convert_tokens_to_ids(turn_end))
@@ -121,7 +124,7 @@ def _token_text(tokenizer: Any, token: int, source: str) -> str:
 
 
 def _read_eos(file: Path) -> list[int]:
-    """Return eos_token_id of a JSON file: a number, several, or none."""
+    """Return the ids in `eos_token_id` of a JSON file, where it is a number, a list or missing."""
     if not file.is_file():
         return []
     try:

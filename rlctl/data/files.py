@@ -1,4 +1,4 @@
-"""Files of rows: JSON lines (also gzipped), JSON, CSV, Parquet. A mistake is a `DataError` with its place."""
+"""Reading of rows from files: JSON lines (also gzipped), JSON, CSV, Parquet. Errors are `DataError`s with a place."""
 
 import codecs
 import csv
@@ -15,11 +15,11 @@ from typing import Any
 
 from rlctl.config.errors import UserError, first_line
 
-# Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
+# Most levels of nesting in a row. A run pickles rows and writes them as JSON, and both recurse.
 MAX_DEPTH = 100
-# Rows of Arrow that are read at a time.
+# Number of Arrow rows that are read at a time.
 ARROW_BATCH = 4096
-# Types of Arrow below which a value may not be as it was written.
+# Arrow types whose values may differ from the author's values.
 _JSON_TYPE = "arrow.json"
 _NESTED = re.compile(rf"struct<|map<|{re.escape(_JSON_TYPE)}")
 # Longest cell of a CSV file, in characters.
@@ -31,18 +31,19 @@ Read = Iterator[tuple[str, dict[str, Any]]]
 
 
 class DataError(UserError):
-    """Something wrong with the data; one line for the user."""
+    """An error in the data. The text is one line for the user."""
 
 
 def is_file_of_rows(path: str) -> bool:
-    """Return True if the name is one of a file of rows."""
+    """Return True if a file's name ends like that of a file of rows, for example in .jsonl."""
     return path.endswith(FILE_SUFFIXES)
 
 
 def files_of(path: str | Sequence[str]) -> list[str]:
     """Return the files that `path` names: a file, a pattern such as `part-*.jsonl`, or a list of both.
 
-    A pattern's files come in the order of their names; a name of no file and no pattern, such as a hub data set, stays.
+    A pattern's files come in the order of their names. A name that is no pattern, such as a hub data set, is returned
+    unchanged.
     """
     files: list[str] = []
     for name in [path] if isinstance(path, str) else path:
@@ -52,7 +53,7 @@ def files_of(path: str | Sequence[str]) -> list[str]:
 
 
 def read_file(path: str, chat_columns: Collection[str] = ()) -> Read:
-    """Yield the rows of a file with their places. chat_columns: as of `arrow_rows`. Raises DataError."""
+    """Yield (place, columns) of each row of a file. chat_columns: see `arrow_rows`. Raises DataError."""
     if not isfile(path):
         raise DataError(f"{path}: no such file")
     suffix = next((suffix for suffix in FILE_SUFFIXES if path.endswith(suffix)), None)
@@ -62,7 +63,7 @@ def read_file(path: str, chat_columns: Collection[str] = ()) -> Read:
 
 
 def first_row(path: str) -> tuple[str, dict[str, Any]]:
-    """Return place and columns of the first row of a file. Raises DataError."""
+    """Return (place, columns) of the first row of a file. Raises DataError."""
     row = next(read_file(path), None)
     if row is None:
         raise DataError(f"{path}: is empty")
@@ -105,7 +106,7 @@ def _read_json(path: str) -> Read:
 
 
 def _json_value(data: bytes, origin: str) -> tuple[Any, str]:
-    """Return the value and the text of JSON."""
+    """Return the value and the text of JSON in bytes. Raises DataError."""
     try:
         text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         return json.loads(text), text
@@ -123,12 +124,15 @@ def _json_value(data: bytes, origin: str) -> tuple[Any, str]:
 
 
 def _checked_row(value: Any, text: str, origin: str) -> dict[str, Any]:
-    """Return a row that can be pickled, tokenized and written as UTF-8. text: the JSON that it is in."""
+    """Return a row after checks that it can be pickled, tokenized and written as UTF-8. text: JSON that contains it.
+
+    Raises DataError.
+    """
     if not isinstance(value, dict):
         raise DataError(f"{origin}: a row must be a JSON object, not {type(value).__name__}")
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise DataError(f"{origin}: {_TOO_DEEP}")
-    # Half of a surrogate pair: no tokenizer takes it, nor can it be written as UTF-8.
+    # A lone surrogate: no tokenizer takes it, and UTF-8 cannot encode it.
     for name, column in value.items() if _SURROGATE.search(text) else ():
         try:
             json.dumps([name, column], ensure_ascii=False).encode("utf-8")
@@ -143,7 +147,7 @@ _TOO_DEEP = f"nested too deep: a row may have {MAX_DEPTH} levels; write what is 
 
 
 def _is_deep(value: Any) -> bool:
-    """Return True above MAX_DEPTH levels. It goes level by level, since deep values would break recursion."""
+    """Return True if a value has more than MAX_DEPTH levels. Without recursion, which a deep value would break."""
     level = [value]
     for _ in range(MAX_DEPTH):
         children: list[Any] = []
@@ -157,7 +161,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _read_csv(path: str) -> Read:
-    """Yield the rows of a CSV file, whose first line names the columns. An empty cell is null, all else text."""
+    """Yield the rows of a CSV file, whose first line names the columns. An empty cell is null; other cells are text."""
     csv.field_size_limit(_LONGEST_CELL)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -197,11 +201,11 @@ def _read_parquet(path: str, chat_columns: Collection[str]) -> Read:
 
 
 def arrow_rows(batch: Any, path: str, first: int, chat_columns: Collection[str]) -> Read:
-    """Yield the rows of a table of Arrow with their places. first: number of its first row. Raises DataError.
+    """Yield (place, columns) of each row of an Arrow table. first: number of the table's first row. Raises DataError.
 
-    Arrow gives every struct of a column the keys of all of them, with nulls. In `chat_columns` (dotted names) a null of
-    a struct is therefore no key, at any depth; JSON text keeps its nulls, since an author wrote them. A column of JSON
-    is read. A float32 is the shortest equal number: 0.1, not 0.1000000014...
+    Arrow gives all structs of a column the same keys, and fills missing ones with null. So in `chat_columns` (dotted
+    names) a key of a struct with null is left out, at any depth. A column of JSON is decoded, and keeps its nulls,
+    because its author wrote them. A float32 becomes the shortest equal number: 0.1, not 0.1000000014...
     """
     import numpy as np
 
@@ -209,7 +213,8 @@ def arrow_rows(batch: Any, path: str, first: int, chat_columns: Collection[str])
     nested = [field for field in batch.schema if _NESTED.search(str(field.type))]
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
-    except (ValueError, OverflowError, KeyError):  # Text not in UTF-8, times beyond Python, equal keys of a map.
+    except (ValueError, OverflowError, KeyError):  # Text not in UTF-8, times beyond Python's, equal keys of a map.
+        # Row by row, so that the error names the row.
         rows = (_arrow_row(batch, index, f"{path}:{first + index}") for index in range(batch.num_rows))
     for number, row in enumerate(rows, first):
         for name in narrow:
@@ -230,14 +235,17 @@ def _arrow_row(batch: Any, index: int, origin: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ArrowColumn:
-    """A cell of a column of Arrow with structs or JSON."""
+    """Converter of one row's value in an Arrow column with structs or JSON."""
 
-    # Place of its row.
+    # Place of the row.
     origin: str
     chat_columns: Collection[str]
 
     def as_written(self, value: Any, kind: Any, name: str, is_chat: bool = False) -> Any:
-        """Return a value of an Arrow type as its author wrote it. name: dotted. Raises DataError for bad JSON."""
+        """Return a value of the Arrow type `kind` as its author wrote it. Raises DataError for bad JSON.
+
+        name: dotted name of the value's column. is_chat: the value is within a chat column.
+        """
         is_chat = is_chat or name in self.chat_columns
         if getattr(kind, "extension_name", "") == _JSON_TYPE and isinstance(value, str):
             decoded, text = _json_value(value.encode(), self.origin)

@@ -1,4 +1,4 @@
-"""Data of a config, as commands and runs load it: rows first, then prompts or samples.
+"""Loading of a config's data for commands and runs: rows first, then prompts (GRPO) or samples (SFT).
 
 Rows are read and checked before anything starts. They are tokenized while the rest of the run starts.
 """
@@ -28,29 +28,29 @@ from rlctl.data.templates import templates_of
 from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 from rlctl.data.unwritten_messages import require_system_message
 
-# Text of a template by which a turn may depend on later ones.
+# Expressions in a template that may make the text of a turn depend on later turns.
 _LOOKS_AHEAD = re.compile(r"messages\s*\|\s*(length|count|last)|messages\[-1\]|loop\.(last|revindex|length|nextitem)")
-# An opening of thinking that nothing closes at once. Templates write empty thinking for models that are told not to.
+# Opening of thinking that is not closed at once. Templates write closed, empty thinking to turn thinking off.
 _OPENS_THINKING = re.compile(r"<think>(?!(\\n|\s)*</think>)")
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """Rows of a run."""
+    """Rows of a run's training and validation data."""
 
     train: list[Row]
-    # Empty where nothing is validated.
+    # Empty if the run does not validate.
     validation: list[Row]
 
     def parts(self, data: DataSection) -> "list[DataPart]":
-        """Return the parts of train, and of validation where there is one."""
+        """Return the parts by source: those of train, then those of validation if there are rows."""
         held_out = data.validation if data.validation.path is not None else None
         return [*parts_of("train", self.train, data), *parts_of("validation", self.validation, data, held_out)]
 
 
 @dataclass(frozen=True)
 class DataPart:
-    """Rows of one source of train or validation."""
+    """Rows of one source of the training or validation data."""
 
     purpose: Literal["train", "validation"]
     section: DatasetSection
@@ -58,7 +58,7 @@ class DataPart:
 
     @property
     def name(self) -> str:
-        """Name for a person: `train`, or `train (sums)` for the rows of a source."""
+        """Name for messages: `train`, or for example `train (sums)` for the rows of the source `sums`."""
         source = self.rows[0].source
         return f"{self.purpose} ({source})" if source else self.purpose
 
@@ -66,15 +66,15 @@ class DataPart:
 def parts_of(
     purpose: Literal["train", "validation"], rows: list[Row], data: DataSection, section: DatasetSection | None = None
 ) -> list[DataPart]:
-    """Return rows by source, in their order. section: the section of all rows; None: each source has its own."""
+    """Return rows by source, in their order. section: section of all rows; None if each source has its section."""
     groups = groupby(rows, key=lambda row: row.source)
     return [DataPart(purpose, section or data.train.section_of(source), list(group)) for source, group in groups]
 
 
 class RowReader:
-    """Reader of a run's rows, which checks them before it starts, and reads them again if it restarts.
+    """Reader of a run's rows. It reads and checks them before the run starts, and again if the run restarts.
 
-    Rows are handed over once, so that they need not stay in memory when they are tokenized.
+    It hands the rows over once and then forgets them, so that they need not stay in memory.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -82,13 +82,13 @@ class RowReader:
         self._rows: RunRows | None = None
 
     def read(self) -> RunRows:
-        """Read all rows now, for the next `take`. Raises DataError at the first bad one."""
+        """Read and check all rows, and keep them for the next `take`. Raises DataError at the first bad row."""
         data = self._config.data
         validated = data.has_validation and self._config.validation.every > 0
         train = read_train(self._config)
         held_out: list[Row] = []
         if data.validation.fraction is not None:
-            # Also where nothing is validated: the rows stay apart in every kind of run.
+            # Also in a run without validation, so that no run trains on the held-out rows.
             train, held_out = split_off(train, data.train, data.validation.fraction)
         elif validated:
             held_out = read_rows(self._config, data.validation)
@@ -96,14 +96,14 @@ class RowReader:
         return self._rows
 
     def take(self) -> RunRows:
-        """Hand over the rows, read now if they were not before. Raises DataError."""
+        """Return the rows and forget them. Read them now if `read` was not called before. Raises DataError."""
         rows = self._rows or self.read()
         self._rows = None
         return rows
 
 
 def part_of(config: RunConfig, purpose: Literal["train", "validation"]) -> list[DataPart]:
-    """Return train or validation of a run's data, checked, by source. Raises DataError."""
+    """Read and check the training or validation rows of a run; return them by source. Raises DataError."""
     data = config.data
     if purpose == "validation" and data.validation.path is not None:
         return parts_of(purpose, read_rows(config, data.validation), data, data.validation)
@@ -127,9 +127,9 @@ def read_train(config: RunConfig) -> list[Row]:
 
 
 def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tuple[list[Row], list[Row]]:
-    """Return (rows to train on, held-out rows). The SHA-256 of its prompt decides where a row goes.
+    """Return (rows to train on, held-out rows). The SHA-256 of a row's prompt decides in which part the row is.
 
-    Rows with one prompt go together. Raises DataError if a part has no row.
+    Rows with the same prompt are in the same part. Raises DataError if a part is empty.
     """
     train: list[Row] = []
     held_out: list[Row] = []
@@ -159,7 +159,7 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if not config.needs_prompts:
-            # An episode completes the prompt when it begins, and puts it to the template.
+            # The prompt is complete, and rendered by the template, only when an episode begins.
             question(row, section, needs_answer=needs_answer, needs_prompt=False)
             continue
         messages = conversation(row, section) if sft else question(row, section, needs_answer=needs_answer)[0]
@@ -174,7 +174,7 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
         # This raises DataError for a template that leaves out the system prompt.
         load_chat(config, config.model.path)
     if unusual:
-        # A tokenizer takes seconds to load: only these rows are put to its template this early.
+        # Only unusual rows are rendered this early, because the tokenizer takes seconds to load.
         chat = load_chat(config, config.model.path)
         unusual_rows = list(unusual.values())
         if sft:
@@ -185,25 +185,25 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
 
 
 def may_open_thinking(config: RunConfig) -> bool:
-    """Return True if the template may open an answer with thinking: it then refuses an answer without any.
+    """Return True if the template may open an answer with thinking. SFT then refuses an answer without thinking.
 
-    It is read without the tokenizer, which takes seconds to load. False for a template that is not on this machine.
+    The template is read from its file, because the tokenizer takes seconds to load. False if it is not on this machine.
     """
     return bool(_OPENS_THINKING.search(_template_text(config).rpartition("add_generation_prompt")[2]))
 
 
 def may_rewrite(config: RunConfig) -> bool:
-    """Return True if the template may write a turn by the turns that follow. It is read as in `may_open_thinking`."""
+    """Return True if the text of a turn may depend on later turns. The template is read as in `may_open_thinking`."""
     return bool(_LOOKS_AHEAD.search(_template_text(config)))
 
 
 def _template_text(config: RunConfig) -> str:
-    """Return the template as it is written; empty if there is none, or none that can be read."""
+    """Return the source of the template, or of all its templates; empty if none can be read."""
     return "\n".join(templates_of(config).values())
 
 
 def may_have_unknown_text(config: RunConfig) -> bool:
-    """Return True if the tokenizer has a token for text that it does not know. It is read as in `may_open_thinking`."""
+    """Return True if the tokenizer has a token for text that it does not know. Reads only its `tokenizer.json`."""
     folder = Path(config.model.tokenizer or chat_folder(config.model.path))
     try:
         model = read_object(folder / "tokenizer.json").get("model")
@@ -216,7 +216,7 @@ def may_have_unknown_text(config: RunConfig) -> bool:
 
 
 def load_chat(config: RunConfig, model: str) -> Chat:
-    """Load the tokenizer and template of a run. model: the policy's folder or hub name. Raises DataError."""
+    """Load the tokenizer and the chat template of a run. model: the policy's folder or hub name. Raises DataError."""
     model = chat_folder(model)
     folder = Path(model) if Path(model).is_dir() else None
     chat = make_chat(load_tokenizer(config.model.tokenizer or model), config.data, folder)
@@ -226,7 +226,7 @@ def load_chat(config: RunConfig, model: str) -> Chat:
 
 
 def end_tokens(config: RunConfig, chat: Chat) -> EndTokens:
-    """Return the tokens that end an answer, `generation.stop_token_ids` of a GRPO run too. Raises DataError."""
+    """Return the tokens that end an answer, with `generation.stop_token_ids` in a GRPO run. Raises DataError."""
     further = config.further_stops
     return chat.ends if further is None else chat.ends.with_further(further, chat.tokenizer)
 
@@ -234,7 +234,7 @@ def end_tokens(config: RunConfig, chat: Chat) -> EndTokens:
 def load_prompts(
     config: GrpoConfig, section: DatasetSection, chat: Chat, rows: list[Row]
 ) -> tuple[list[Task], LengthReport]:
-    """Return the prompts of `section` from its rows. Raises DataError."""
+    """Return the tasks of a data set's rows, and a report of the rows' lengths. Raises DataError."""
     if config.opens_prompts:
         return read_tasks(rows, section, chat, config.environment.environments)
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
@@ -243,7 +243,10 @@ def load_prompts(
 def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Return the samples of `section` from its rows, cut after `max_length` tokens. Raises DataError."""
+    """Return the samples of a data set's rows, cut after `max_length` tokens, and a report of their lengths.
+
+    Raises DataError.
+    """
     samples, report = tokenize_samples(rows, section, chat, config.sft, config.data.max_prompt_length, max_length)
     if not samples:
         problem = f"no sample is left: marks of messages leave out every turn ({', '.join(MARKS)})"

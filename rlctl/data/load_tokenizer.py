@@ -1,4 +1,4 @@
-"""Tokenizer of a model's folder, as transformers loads it."""
+"""Loading of a model's tokenizer with transformers."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -11,13 +11,13 @@ from rlctl.data.files import DataError
 from rlctl.data.templates import require_named_templates
 from rlctl.utils.process import fewer_collections
 
-# Mistral's own format of a tokenizer, which goes before the others.
+# File of a tokenizer in Mistral's format. transformers prefers it to other files.
 MISTRAL = "tekken.json"
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str) -> Any:
-    """Load the Hugging Face tokenizer of a folder or hub name, once a process. Raises DataError."""
+    """Load the Hugging Face tokenizer of a folder or hub name, once in a process. Raises DataError."""
     try:
         require_named_templates(Path(path))
         with fewer_collections():
@@ -26,13 +26,13 @@ def load_tokenizer(path: str) -> Any:
             else:
                 from transformers import AutoTokenizer as Tokenizer
             tokenizer = Tokenizer.from_pretrained(path)
-        # Some odd values of its files end in an error as late as here: an unknown unk_token asks for itself for ever.
+        # Some wrong values in the files raise only on use: an unknown unk_token looks itself up without end.
         tokenizer.decode(tokenizer("a").input_ids)
         assert {tokenizer.unk_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
         return tokenizer
     except ModuleNotFoundError:
         raise
-    except BaseException as error:  # transformers has an error for each odd value; tokenizers ends in a Rust panic.
+    except BaseException as error:  # transformers raises many kinds of errors; tokenizers raises a Rust panic.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = first_line(error)
@@ -42,9 +42,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 def is_general(folder: Path) -> bool:
-    """Return True if AutoTokenizer would load a local folder by `TokenizersBackend`, for its tokenizer_config.json.
+    """Return True if AutoTokenizer would load a local folder with the class `TokenizersBackend`.
 
-    The class itself is imported without torch: 0.9 s of CPU and not 2.7, in the driver and in each agent's process.
+    The import of this class alone needs no torch: 0.9 s of CPU instead of 2.7, in the driver and each agent's process.
     """
     try:
         settings = read_object(folder / "tokenizer_config.json")

@@ -1,8 +1,9 @@
-"""Mixture of data sets: each draw's source and row, as functions of the draw's number.
+"""Mixture of data sets: the number of a draw alone decides its source and its row.
 
-Source i of weight w_i has, among the first n draws, n w_i / (w_1 + w_2 + ...) draws, to within one or two (the
-Webster/Sainte-Lague method: its k-th draw, from 0 on, is due at (k + 1/2) / w_i). Nothing depends on which rollouts end
-first: a slow source keeps its share, and a resume needs the number alone. Each source has a separate order and epochs.
+Among the first n draws, source i of weight w_i has n w_i / (w_1 + w_2 + ...) draws, to within one or two. This is the
+Webster/Sainte-Lague method: the k-th draw of source i, from 0 on, is due at (k + 1/2) / w_i. The order does not depend
+on which rollouts end first, so a slow source keeps its share, and a resume needs only the number. Each source has its
+order and its epochs.
 """
 
 from collections import Counter
@@ -18,14 +19,14 @@ from rlctl.data.cursor import Cursor, Draw, Drawn, DrawOrder
 from rlctl.data.files import DataError
 from rlctl.data.tasks import SupervisedSample
 
-# Weights are used in millionths.
+# Largest denominator of a weight as a fraction.
 _PRECISION = 10**6
-# First steps of a run from which its packing is estimated.
+# Number of first steps of a run from which its packing is estimated.
 _STEPS = 200
 
 
 def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
-    """Return the order in which a run draws its rows, those of each source in a row. Raises DataError."""
+    """Return the order in which a run draws its rows. In `rows` each source's rows stand together. Raises DataError."""
     sources = config.data.train.sources
     seed = config.run.seed
     row_counts = Counter(row.source for row in rows)
@@ -36,7 +37,7 @@ def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
 
 
 def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator[list[int]]:
-    """Yield the lengths of the sequences of each of the run's first steps."""
+    """Yield the lengths in tokens of the sequences of each of the first `_STEPS` steps."""
     lengths = [len(sample.tokens) for sample in samples]
     cursor = order_of(samples, config)
     for _ in range(min(_STEPS, config.sft.num_steps)):
@@ -44,30 +45,30 @@ def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator
 
 
 def first_of_each(rows: Sequence[Drawn], limit: int | None) -> list[Drawn]:
-    """Return at most `limit` rows, from each source in turn."""
+    """Return at most `limit` rows: the first row of each source, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     ranks = []
     for row in rows:
         ranks.append(seen[row.source])
         seen[row.source] += 1
-    return [rows[place] for place in sorted(range(len(rows)), key=ranks.__getitem__)][:limit]
+    return [rows[index] for index in sorted(range(len(rows)), key=ranks.__getitem__)][:limit]
 
 
 class Shares:
     """Exact apportionment of draws among sources."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Take weights above 0; only their ratios count."""
+        """Take the sources' weights, above 0. Only their ratios matter."""
         ratios = [Fraction(weight).limit_denominator(_PRECISION) for weight in weights]
         denominator = lcm(*(ratio.denominator for ratio in ratios))
         self._weights = [max(1, int(ratio * denominator)) for ratio in ratios]
         self._total = sum(self._weights)
-        # Steps between two draws of a source.
+        # Time between two draws of each source, in units of 1 / lcm(weights).
         self._gaps = [lcm(*self._weights) // weight for weight in self._weights]
 
     def counts(self, number: int) -> list[int]:
-        """Return how many of the first `number` draws are of each source."""
-        # At this time no more than `number` draws are due; the rest is given out one by one.
+        """Return for each source how many of the first `number` draws it has."""
+        # At most `number` draws are due at this time. The remaining draws are given out one by one.
         time = max(0, number - len(self._weights))
         counts = [(2 * weight * time + self._total) // (2 * self._total) for weight in self._weights]
         for _ in range(number - sum(counts)):
@@ -81,15 +82,15 @@ class Shares:
         return source, counts[source]
 
     def _next_source(self, counts: Sequence[int]) -> int:
-        """Return the source whose next draw is due first; of several the first."""
+        """Return the index of the source whose next draw is due first. Ties go to the lower index."""
         return min(range(len(counts)), key=lambda source: (2 * counts[source] + 1) * self._gaps[source])
 
 
 class MixedCursor:
-    """Cursor over several sources, whose rows are numbered one source after the other. Its state is its position."""
+    """Cursor over several sources. Rows are numbered one source after the other. The state is the position."""
 
     def __init__(self, sizes: Mapping[str, int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
-        """Take rows by name of source, and their weights. Raises DataError for a source without rows."""
+        """Take the number of rows by source's name, and the sources' weights. Raises DataError for no rows."""
         self._sizes = dict(sizes)
         self._weights = list(weights)
         self._shares = Shares(weights)
@@ -110,7 +111,7 @@ class MixedCursor:
         return draws
 
     def draw_at(self, number: int) -> Draw:
-        """Return the draw of that number, past or to come; its epoch is that of its source."""
+        """Return the draw with this number, which may be past or to come. Its epoch is the source's epoch."""
         source, source_number = self._shares.source(number)
         draw = self._cursors[source].draw_at(source_number)
         return Draw(draw.epoch, self._first[source] + draw.row)
@@ -119,7 +120,7 @@ class MixedCursor:
         return {"position": self._position, "sources": self._sizes, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError if the sources, their rows or weights were others."""
+        """Continue at a state of `state_dict`. Raises DataError if sources, numbers of rows or weights differ."""
         sizes = state.get("sources")
         weights = state.get("weights")
         if sizes != self._sizes or weights != self._weights:

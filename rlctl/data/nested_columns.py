@@ -1,7 +1,7 @@
-"""Columns of a row: nested ones by dotted names, and the names that other tools use.
+"""Columns of a row: nested columns by dotted names, and the column names of other tools.
 
-`reward_model.ground_truth` is the key ground_truth in the column reward_model, as verl writes it; `choices.0` is the
-first of a list. A column whose own name has a dot comes first.
+`reward_model.ground_truth` is the key ground_truth in the column reward_model, as verl writes it. `choices.0` is the
+first entry of a list. A column whose name itself has the dot is preferred.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rlctl.config.data_schema import DatasetSection
 
-# Names of a chat's roles in ShareGPT's convention.
+# Role in ShareGPT's convention -> role of a chat.
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -26,10 +26,10 @@ SHAREGPT_ROLES = {
 
 @dataclass(frozen=True)
 class KnownColumn:
-    """A column that tools for training give a meaning."""
+    """A column that has a meaning in other training tools."""
 
     name: str
-    # tools, system and template are read, the first usable one of a kind; refused is an error; ignored is said.
+    # tools, system, template: the first usable column of the kind is read. refused: an error. ignored: a warning.
     use: Literal["tools", "system", "template", "refused", "ignored"]
     meaning: str
 
@@ -57,12 +57,12 @@ KNOWN_COLUMNS = (
 
 
 def columns_of(*uses: str) -> list[str]:
-    """Return the names of the known columns of these uses, in their order."""
+    """Return the names of the known columns with one of these uses, in the order of the table."""
     return [column.name for column in KNOWN_COLUMNS if column.use in uses]
 
 
 def chat_columns(section: DatasetSection) -> tuple[str, ...]:
-    """Return the columns of which rlctl makes a chat: messages, tools, and arguments of the template."""
+    """Return the columns from which rlctl builds a chat: messages, prompt, answer, tools, arguments of the template."""
     return (section.messages_key, section.prompt_key, section.answer_key, *columns_of("tools", "template"))
 
 
@@ -72,7 +72,7 @@ def is_empty(value: Any) -> bool:
 
 
 def value_at(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, also of a nested one; None if there is none."""
+    """Return the value of a column or a nested column; None if there is no such column."""
     if key in values:
         return values[key]
     value: Any = values
@@ -85,16 +85,16 @@ def value_at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def has_column(values: Mapping[str, Any], key: str) -> bool:
-    """Return True if a row has the column, also where its value is null."""
+    """Return True if a row has the column, even if its value is null."""
     head, _, name = key.rpartition(".")
     parent = value_at(values, head) if head else values
     return key in values or value_at(values, key) is not None or (isinstance(parent, Mapping) and name in parent)
 
 
 def convention(values: Mapping[str, Any], section: str = "") -> str:
-    """Return the convention of a row's columns, with the keys that mend the config; empty if it is not known.
+    """Return the end of an error that names the tool of a row's columns, and the keys to set; empty if unknown.
 
-    section: the key that these keys are in, such as data.train.
+    section: section of the config that has these keys, such as data.train.
     """
     for names, owner, keys in _CONVENTIONS:
         if all(has_column(values, name) for name in names):
@@ -104,7 +104,7 @@ def convention(values: Mapping[str, Any], section: str = "") -> str:
     return ""
 
 
-# (columns, their convention, keys that read them), the most telling first.
+# (columns, name of their convention, keys that make rlctl read them). The first match counts.
 _CONVENTIONS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     (("chosen", "rejected"), "these are preferences (DPO, reward models), which rlctl does not train on", ()),
     (("prompt", "reward_model.ground_truth"), "these are verl's columns", ("answer_key=reward_model.ground_truth",)),

@@ -1,8 +1,8 @@
-"""Tasks of the library reasoning-gym, which makes them from a seed: rows for `path: reasoning_gym:NAME`, and scores.
+"""Tasks of the library reasoning-gym, generated from a seed: rows for `path: reasoning_gym:NAME`, and their scores.
 
-Rows are made in a separate process with a fixed hash seed: some data sets go through sets of text, so that equal seeds
-would else give other rows in another process. A row keeps the input of its score as a Python literal: JSON has no
-tuples and no whole numbers as keys, and some data sets score with both.
+Rows are generated in a separate process with a fixed hash seed. Some data sets iterate over sets of text, so equal
+seeds would give different rows in another process. A row keeps the metadata for its score as a Python literal, because
+some data sets need tuples or whole numbers as keys, and JSON has neither.
 """
 
 import ast
@@ -20,11 +20,11 @@ from typing import Any
 from rlctl.config.errors import did_you_mean, first_line
 from rlctl.data.files import DataError, Read
 
-# Column with the name and the arguments of the data set that made a row, and with the entry's metadata.
+# Column with the name and the arguments of the row's data set, and with the entry's metadata for its score.
 COLUMN = "reasoning_gym"
-# Seconds for all rows of a data set.
+# Most seconds of generating all rows of a data set.
 TIMEOUT_S = 600.0
-# It mixes others, as data.train.sources does.
+# Data sets that mix others. Use data.train.sources instead.
 _COMPOSITES = ("composite",)
 
 
@@ -35,7 +35,7 @@ def missing_library() -> str:
 
 
 class ReasoningGym:
-    """Rows of the data sets of reasoning-gym, as `datasets.RowGenerator` has them."""
+    """Generator of rows (`datasets.RowGenerator`) from the data sets of reasoning-gym."""
 
     def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
         if missing := missing_library():
@@ -98,15 +98,15 @@ class ReasoningGym:
 
 
 class Scores:
-    """Scores of completions, as the data set that made a row scores them."""
+    """Scorer of completions with the data set that generated the row."""
 
     def __init__(self) -> None:
         self._datasets: dict[str, Any] = {}
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
-        """Return the score of a completion, mostly from 0 to 1. Raises KeyError for a row that is of no such data set.
+        """Return the score of a completion, mostly from 0 to 1. Raises KeyError for a row of another origin.
 
-        The answer is the text in the last `<answer>...</answer>`, else all that follows the last `</think>`.
+        The answer is the text in the last `<answer>...</answer>`, else all text behind the last `</think>`.
         """
         origin = row[COLUMN]
         key = json.dumps([origin["dataset"], origin["args"]], sort_keys=True)
@@ -118,7 +118,7 @@ class Scores:
 
 
 def answer_of(completion: str) -> str:
-    """Return the answer in a completion, by the rule of `Scores.score`."""
+    """Return the answer in a completion by the rule in `Scores.score`."""
     before, mark, _ = completion.rpartition("</answer>")
     if mark and "<answer>" in before:
         return before.rpartition("<answer>")[2].strip()
@@ -134,7 +134,7 @@ def _configs() -> dict[str, Any]:
 
 
 def _create_dataset(name: str, args: Mapping[str, Any]) -> Any:
-    """Return a data set of the library. Some data sets print dots when they are created."""
+    """Return a data set of the library. Its standard output is redirected, because some data sets print dots."""
     with redirect_stdout(sys.stderr):
         import reasoning_gym
 
@@ -142,7 +142,7 @@ def _create_dataset(name: str, args: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of Python's own types."""
+    """Return a value with all parts converted to Python's built-in types, for example from NumPy's numbers."""
     if isinstance(value, dict):
         return {_plain(key): _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple | set):
@@ -153,7 +153,7 @@ def _plain(value: Any) -> Any:
 
 
 def _print_rows(name: str, args: dict[str, Any], limit: int | None) -> None:
-    """Print a row a line, for `ReasoningGym.read`."""
+    """Print each row as one line of JSON, for `ReasoningGym.read`."""
     dataset = _create_dataset(name, args)
     out = sys.stdout
     sys.stdout = sys.stderr

@@ -1,4 +1,4 @@
-"""Chat of one row, whose column may name arguments of the chat template."""
+"""Chat of one row, with the arguments of the chat template that the row names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,10 @@ from rlctl.data.row_columns import template_arguments
 
 
 def chat_of_row(chat: Chat, values: Mapping[str, Any]) -> Chat:
-    """Return the chat with a row's arguments of the template, without names that it does not take. Raises DataError."""
+    """Return the chat with a row's arguments of the template. Names that the template does not take are left out.
+
+    Raises DataError.
+    """
     arguments = template_arguments(values)
     if not arguments:
         return chat

@@ -1,6 +1,6 @@
-"""Columns that tools for training give a meaning: tools, a system message, arguments of the template, pictures.
+"""Columns with a meaning in other training tools: tools, a system message, arguments of the template, pictures.
 
-The table is `KNOWN_COLUMNS`. A column of the table is read, refused, or ignored and counted.
+Each column of the table `KNOWN_COLUMNS` is read, refused, or ignored and counted.
 """
 
 import json
@@ -24,9 +24,9 @@ def refuse_media(row: Row) -> None:
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
-    """Return the JSON schemas of functions that a row shows the model, of `tools` or of another tool's column.
+    """Return the JSON schemas of the functions that a row shows the model, from `tools` or another known column.
 
-    Raises DataError for a column `tools` of anything else.
+    Raises DataError if the column `tools` has another value.
     """
     for name in _filled_columns(row.values, "tools"):
         schemas = _read_schemas(row.values[name])
@@ -38,13 +38,13 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
 
 
 def system_text(row: Row) -> str:
-    """Return the text of the row's first column of a system message that holds text; empty if none does."""
+    """Return the text of the row's system column, the first that holds text; empty if none does."""
     texts = [row.values[name] for name in _filled_columns(row.values, "system")]
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's arguments of the chat template. Raises DataError for what is no object nor its JSON text."""
+    """Return a row's arguments of the chat template. Raises DataError unless they are an object or its JSON text."""
     name = first_column(values, "template")
     arguments = values[name] if name else {}
     if isinstance(arguments, str):
@@ -57,10 +57,10 @@ def template_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 def describe_columns(
     row: Row, section: DatasetSection, messages: list[dict[str, Any]], *, shows_tools: bool
 ) -> tuple[list[str], list[str]]:
-    """Return (columns read under another tool's name, ignored columns), each in words.
+    """Return (texts on columns read under another tool's name, texts on ignored columns).
 
-    messages: the row's chat; empty where an environment opens it. shows_tools: False for an environment or an agent,
-    which shows its own tools.
+    messages: the row's chat; empty if an environment begins the chat. shows_tools: False for an environment or an
+    agent, which shows its own tools.
     """
     read, ignored = _describe_tools(row) if shows_tools else ([], _unshown_tools(row))
     text = system_text(row)
@@ -80,17 +80,17 @@ def describe_columns(
 
 
 def first_column(values: Mapping[str, Any], use: str) -> str:
-    """Return the first column of a use that is not empty; empty if there is none."""
+    """Return the name of the first column of a use that is not empty in the row; an empty text if there is none."""
     return next(iter(_filled_columns(values, use)), "")
 
 
 def _filled_columns(values: Mapping[str, Any], use: str) -> list[str]:
-    """Return the columns of a use that are not empty."""
+    """Return the names of the columns of a use that are not empty in the row."""
     return [name for name in columns_of(use) if not is_empty(values.get(name))]
 
 
 def _describe_tools(row: Row) -> tuple[list[str], list[str]]:
-    """Return the columns of tools that are read under another name, and those that are ignored, in words."""
+    """Return (texts on columns of tools read under another name, texts on ignored columns of tools)."""
     read = list[str]()
     ignored = list[str]()
     tools_column = ""
@@ -108,13 +108,13 @@ def _describe_tools(row: Row) -> tuple[list[str], list[str]]:
 
 
 def _unshown_tools(row: Row) -> list[str]:
-    """Return the columns of tools of a row whose environment or agent shows its own, in words."""
+    """Return texts on a row's columns of tools, which are ignored because the environment or agent shows its own."""
     reason = "the environment or the agent shows tools of its own"
     return [f"a column {name!r} ({reason})" for name in _filled_columns(row.values, "tools")]
 
 
 def _parse_json(text: str) -> Any:
-    """Return the value of JSON; None for other text."""
+    """Return the value of a text of JSON; None for another text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -122,7 +122,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _read_schemas(tools: Any) -> list[dict[str, Any]] | None:
-    """Return the schemas of functions as chat templates take them; None if the value holds no schemas."""
+    """Return a column's schemas of functions in the form for chat templates; None if the value is no such list."""
     if isinstance(tools, str):
         tools = _parse_json(tools) if tools.strip() else []
     if not isinstance(tools, list):

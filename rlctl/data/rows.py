@@ -1,4 +1,4 @@
-"""Contents of a row: the messages to answer or to imitate, and the answer. All is checked, nothing tokenized.
+"""Contents of a row: the messages to answer or to imitate, and the answer. Everything is checked, nothing tokenized.
 
 Answers are text. A number is written in decimal notation without trailing zeros (42 and 42.0 are `42`, 0.50 is `0.5`),
 so that `exact` and `regex` can match it. True and false are written as in JSON.
@@ -25,10 +25,10 @@ Messages = list[dict[str, Any]]
 def question(
     row: Row, section: DatasetSection, *, needs_answer: bool = False, needs_prompt: bool = True
 ) -> tuple[Messages, str | None]:
-    """Return the messages to answer and the reference answer: the answer column, else a trailing assistant message.
+    """Return the messages to answer, and the reference answer: the answer column, else a last assistant message.
 
-    needs_answer: a row without an answer is an error. needs_prompt: a row without a prompt is an error, and else it has
-    no messages. Raises DataError.
+    needs_answer: raise DataError if the row has no answer. needs_prompt: raise DataError if the row has no prompt; with
+    False such a row has no messages.
     """
     answer = _row_answer(row, section)
     prompts = [value_at(row.values, key) for key in (section.messages_key, section.prompt_key)]
@@ -50,14 +50,14 @@ def question(
 
 
 def is_chat(row: Row, section: DatasetSection) -> bool:
-    """Return True if the prompt of a row is a list of messages, or its JSON text."""
+    """Return True if the prompt of a row is a list of messages, or JSON text of such a list."""
     messages = value_at(row.values, section.messages_key)
     prompt = value_at(row.values, section.prompt_key) if messages is None else messages
     return isinstance(prompt, list) or is_json_chat(row, section)
 
 
 def conversation(row: Row, section: DatasetSection) -> Messages:
-    """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
+    """Return the chat to imitate: the messages column, or else the prompt and the answer column. Raises DataError."""
     refuse_media(row)
     messages = _row_messages(row, section)
     if value_at(row.values, section.messages_key) is None:
@@ -74,7 +74,10 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """Return True if the chat has text and alternates, as any template takes it: (system), user, assistant, ..."""
+    """Return True if the roles are (system), user, assistant, user, ... and the first text is not empty.
+
+    Every template takes such a chat.
+    """
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     alternates = all(role == ("user", "assistant")[index % 2] for index, role in enumerate(turns))
@@ -102,7 +105,7 @@ def answer_text(value: Any) -> str | None:
 def _row_answer(row: Row, section: DatasetSection) -> str | None:
     try:
         value = value_at(row.values, section.answer_key)
-        # TRL's conversational completions: a list with the assistant's message.
+        # TRL's conversational format has a list with the assistant's message.
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
             value = value[0].get("content") if value[0].get("role") == "assistant" else value
         return answer_text(value)
@@ -111,7 +114,7 @@ def _row_answer(row: Row, section: DatasetSection) -> str | None:
 
 
 def has_system(messages: Messages) -> bool:
-    """Return True if a chat begins with a system message."""
+    """Return True if a chat begins with a message of role `system` or `developer`."""
     return bool(messages) and messages[0]["role"] in ("system", "developer")
 
 
@@ -122,7 +125,7 @@ def is_json_chat(row: Row, section: DatasetSection) -> bool:
 
 
 def _parse_chat(text: Any) -> list[Any] | None:
-    """Return the messages that a text holds as JSON, as verl's files and tables have them; None for any other text."""
+    """Return the messages in a text of JSON, as in files of verl and in tables; None for any other value."""
     if not isinstance(text, str) or not text.lstrip().startswith("["):
         return None
     try:
@@ -135,14 +138,14 @@ def _parse_chat(text: Any) -> list[Any] | None:
 
 
 def _row_messages(row: Row, section: DatasetSection) -> Messages:
-    """Return the row's chat. A chat without a system message begins with the text of the row's column for one."""
+    """Return the row's chat. If the chat has no system message, the row's system column becomes the first message."""
     messages = _column_messages(row, section)
     text = "" if has_system(messages) else system_text(row)
     return [{"role": "system", "content": text}, *messages] if text else messages
 
 
 def _column_messages(row: Row, section: DatasetSection) -> Messages:
-    """Return the messages column, checked, or the prompt text as a user message."""
+    """Return the checked messages of the messages column or the prompt column. A prompt text becomes a user message."""
     key = section.messages_key
     messages = value_at(row.values, key)
     if messages is None:
@@ -169,13 +172,13 @@ def _column_messages(row: Row, section: DatasetSection) -> Messages:
 
 
 def _alpaca_input(row: Row, section: DatasetSection) -> str:
-    """Return the text after an instruction in Alpaca's files: its input, after a blank line."""
+    """Return a blank line and the column `input` if the prompt is Alpaca's column `instruction`, else an empty text."""
     input_text = row.values.get("input") if section.prompt_key == "instruction" else None
     return f"\n\n{input_text}" if isinstance(input_text, str) and input_text.strip() else ""
 
 
 def _convert_sharegpt(message: Any, row: Row, number: int) -> Any:
-    """Return a message of ShareGPT's convention, {from, value}, as {role, content}; any other as it is."""
+    """Return a ShareGPT message {from, value} as {role, content}. Return any other value unchanged."""
     if not _is_sharegpt(message):
         return message
     role = SHAREGPT_ROLES.get(str(message["from"]))
@@ -196,7 +199,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _misfit(messages: Any) -> str:
-    """Return the end of an error: the value that is no list of messages, or the first in a list that is no message."""
+    """Return the end of an error text: a description of the wrong value, or of the first wrong message in a list."""
     if not isinstance(messages, list):
         return f", not {_value_text(messages)}"
     for number, message in enumerate(messages, 1):
@@ -210,9 +213,10 @@ def _misfit(messages: Any) -> str:
 
 
 def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
-    """Return a message that calls tools as chat templates read it: text and objects.
+    """Return a message with tool calls in the form for chat templates: content as text, arguments as objects.
 
-    OpenAI's form has no content or null, and arguments as JSON text, which some templates would write as a string.
+    In OpenAI's form the content may be null or missing, and arguments are JSON text, which some templates would write
+    as a string.
     """
     calls = []
     for call in message["tool_calls"]:
@@ -233,7 +237,7 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
 
 
 def _join_parts(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
-    """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
+    """Return a message with its content as text. Text parts are joined, because templates omit or garble parts."""
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             problem = f"tool_calls must be a list of {{name, arguments}}, not {_value_text(calls)}"
@@ -282,20 +286,20 @@ def _columns_hint(names: Iterable[str]) -> str:
     return f" (the row has: {', '.join(map(repr, names)) or 'nothing'})"
 
 
-# Marks of a message that say if its turn is trained: `weight` is of OpenAI's format for fine-tuning, `train` of
-# Axolotl's, `loss` of ms-swift's, `loss_mask` of verl's.
+# Keys of a message that say if its turn is trained (marks): `weight` in OpenAI's format for fine-tuning, `train` in
+# Axolotl's, `loss` in ms-swift's, `loss_mask` in verl's.
 MARKS = ("weight", "train", "loss", "loss_mask", "trainable")
-# Keys that read like a mark.
+# Keys that look like a mark.
 _LIKE_A_MARK = re.compile(r"train|loss|weight|learn|mask|supervis|grad", re.IGNORECASE)
 
 
 def is_trained(message: dict[str, Any]) -> bool:
-    """Return True unless a mark of the message is false or 0. A mark that is null is none."""
+    """Return True unless a mark of the message is false or 0. A mark with null does not count."""
     return all(message.get(mark) is None or bool(message[mark]) for mark in MARKS)
 
 
 def wrong_mark(message: dict[str, Any]) -> str:
-    """Return the problem with a mark that says neither yes nor no; empty if there is none."""
+    """Return the problem with a mark that is not 0, 1, false or true; empty if there is none."""
     for mark in MARKS:
         if message.get(mark) not in (None, 0, 1):
             return f"{mark} must be 0 or 1, false or true: a turn is trained as a whole or not at all"
@@ -303,7 +307,7 @@ def wrong_mark(message: dict[str, Any]) -> str:
 
 
 def unread_marks(message: dict[str, Any]) -> list[str]:
-    """Return the keys that are no mark, but read like one and are false or 0."""
+    """Return the keys of a message that look like a mark, are none, and have the value false or 0."""
     keys = []
     for key, value in message.items():
         is_off = isinstance(value, bool | int | float) and not value

@@ -1,11 +1,11 @@
-"""Chats as samples to imitate: each trained turn reads as the chat template writes it while it is the last one.
+"""Chats as samples to imitate (SFT). Each trained turn is written as the chat template writes a last turn.
 
-The mask is exact by construction. The rendered chat is cut where each trained turn starts and ends. Each piece is
-tokenized behind the text before it: these are the tokens of a model that generates.
+The mask is exact, because the rendered chat is cut where each trained turn starts and ends. Each piece is tokenized
+with the text before it as context, so its tokens are those that a model would generate.
 
-Some templates write a turn otherwise once the chat goes on: Qwen3's drops its thinking. Turns that stay as they were
-share a sample. Where one does not, `history` decides: strip begins another sample, whose earlier turns read as the
-template writes them now, as they do when the model is asked; keep goes on in the same sample, as GRPO does.
+Some templates rewrite a turn once the chat goes on: Qwen3's drops the turn's thinking. Turns that are not rewritten
+share a sample. If a turn is rewritten, `history` decides. strip: the next trained turn begins another sample, in which
+earlier turns are rewritten as in the prompts of inference. keep: all turns stay as they were in one sample, as in GRPO.
 """
 
 import re
@@ -25,21 +25,21 @@ Tokens = tuple[list[int], NDArray[np.bool_]]
 History = Literal["keep", "strip"]
 
 _OPEN = "<think>"
-# Fields of a message that hold its thinking, apart from its answer.
+# Fields of a message that hold its thinking apart from its content.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-# A message up to the end of its thinking, and the white space behind that.
+# Thinking at the beginning of a message, and the white space behind the thinking.
 _THINKING_HEAD = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class TrainedTurn:
-    """One turn of the assistant, as text with marks (`ControlTokens`)."""
+    """One trained turn of the assistant, as text with marks (`ControlTokens`)."""
 
-    # Index of its message.
+    # Index of the turn's message.
     index: int
-    # Prompt that the turn follows.
+    # Rendered prompt before the turn.
     prompt: str
-    # Text of the turn, up to its end token.
+    # Text of the turn, its end token included.
     text: str
     # True if the turn has text behind its first end token. That text is not trained.
     is_cut: bool = False
@@ -56,26 +56,26 @@ class TrainedTurn:
 class ChatSamples:
     """Samples of one chat."""
 
-    # int32-valued ids and bool [T] of each: true on the trained turns with their end tokens.
+    # (token ids, mask bool [T]) of each sample. The mask is true on trained turns and on their end tokens.
     rows: list[Tokens]
-    # True if the template writes an earlier trained turn otherwise once the chat goes on.
+    # True if the template rewrites an earlier trained turn once the chat goes on.
     rewritten: bool
-    # Trained turns with text behind their first end token.
+    # Number of trained turns with text behind their first end token.
     cut: int
-    # Trained turns whose thinking or calls the template does not write.
+    # Number of trained turns whose thinking or calls the template does not write.
     silent: int
-    # Trained turns without a token at which sampling stops.
+    # Number of trained turns without a token at which sampling stops.
     unended: int
 
 
 def chat_samples(
     chat: Chat, messages: Messages, train: Literal["all", "last"], history: History, tools: Tools = ()
 ) -> ChatSamples:
-    """Return the samples of a chat. Each trained turn is trained in one sample.
+    """Return the samples of a chat. Each trained turn is trained in exactly one sample.
 
-    train: all assistant turns, or the last. Turns that a mark leaves out are not trained: a chat may have no sample.
-    tools: JSON schemas that the prompt shows. Raises DataError if there is no assistant turn, or if the template does
-    not write one as the model would say it.
+    train: train all assistant turns, or the last one. A turn with a mark of 0 (`rows.MARKS`) is not trained, so a chat
+    may have no sample. tools: JSON schemas that the prompt shows. Raises DataError if there is no assistant turn, or if
+    the template does not write a turn as the model would generate it.
     """
     indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not indices:
@@ -110,7 +110,7 @@ def chat_samples(
 
 
 def _prompt_parts(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
-    """Return (tokens, true if trained on) of turns that all stand in the last one's prompt."""
+    """Return (tokens, is trained) of each piece of a sample, whose last turn's prompt contains all other turns."""
     pieces: list[tuple[list[int], bool]] = []
     position = 0
     for turn in turns:
@@ -121,7 +121,7 @@ def _prompt_parts(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int],
 
 
 def _kept_turns(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
-    """Return (tokens, true if trained on) of turns, each behind the earlier turns as they were while they were last."""
+    """Return (tokens, is trained) of each piece of a sample in which no earlier turn is rewritten."""
     pieces = _prompt_parts(chat, turns[:1])
     stops = frozenset(chat.ends.stops)
     for last, turn in pairwise(turns):
@@ -133,7 +133,7 @@ def _kept_turns(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools:
 
 
 def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedTurn) -> None:
-    """Put the end token behind a sample whose last turn has none. Raises DataError if no token ends an answer."""
+    """Append the end token if the last turn of a sample has none. Raises DataError if no token ends an answer."""
     tokens = pieces[-1][0]
     if chat.end_marker(last.chat_text) is not None or (tokens and tokens[-1] in chat.ends.by_id):
         return
@@ -143,7 +143,10 @@ def _end_sample(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedT
 
 
 def _tokens_and_mask(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens:
-    """Return tokens and mask of a sample, with the tokens that begin it. Raises DataError for an empty prompt."""
+    """Join pieces to the tokens and the mask of a sample, behind the tokenizer's first tokens if they are missing.
+
+    Raises DataError for an empty prompt.
+    """
     piece_tokens: list[int] = []
     piece_mask: list[bool] = []
     for tokens, trained in pieces:
@@ -158,7 +161,7 @@ def _tokens_and_mask(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens
 
 
 def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
-    """Return a turn as the template writes it while it is the last one."""
+    """Return the turn of message `index` as the template writes it as the last turn. Raises DataError."""
     prompt = chat.render(messages[:index], generation=True, tools=tools)
     chat_text = chat.render(messages[: index + 1], generation=False, tools=tools)
     bare = prompt.rstrip().removesuffix(_OPEN)
@@ -189,7 +192,7 @@ def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> T
 
 
 def _is_silent(message: dict[str, Any], turn_text: str) -> bool:
-    """Return True if the written turn lacks the message's thinking, or the name of one of its calls."""
+    """Return True if the rendered turn lacks the message's thinking, or the name of one of its tool calls."""
     parts = [message.get(name) for name in _THINKING_FIELDS]
     for call in message.get("tool_calls") or ():
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -199,7 +202,10 @@ def _is_silent(message: dict[str, Any], turn_text: str) -> bool:
 
 
 def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str] | None:
-    """Return the thinking of a message. opened: the prompt opens the thinking, so that a field of thinking counts."""
+    """Return the thinking of a message; None if there is none.
+
+    The thinking in a field, apart from the content, counts only if `opened`: the prompt opens the thinking.
+    """
     marked = chat.mark_message(message)
     if in_content := _THINKING_HEAD.match(marked["content"]):
         return in_content
@@ -209,14 +215,14 @@ def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str
 
 
 def _with_thinking(prompt: str, thinking: re.Match[str], text: str) -> str:
-    """Return a turn with the thinking that the template drops, as the model says the turn after `prompt`."""
+    """Return a turn's text with the thinking that the template drops, as the model generates it behind `prompt`."""
     opened = prompt.rstrip().endswith(_OPEN)
     thought = thinking[1].lstrip() if opened and prompt[-1:].isspace() else thinking[1]
     return f"{'' if opened else _OPEN}{thought}</think>{thinking[2]}{text.lstrip()}"
 
 
 def _end_of_turn(chat: Chat, chat_text: str, start: int) -> int:
-    """Return where the turn ends that begins at `start`: after its end token, before the template's white space."""
+    """Return the end position of the turn that begins at `start`: behind its end token, or else before last blanks."""
     marker = chat.end_marker(chat_text)
     if marker is not None and marker in chat_text[start:]:
         return chat_text.index(marker, start) + len(marker)

@@ -9,29 +9,35 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Task:
-    """One draw of one row; a rollout is an attempt at it. tokens: the prompt.
+    """One draw of one row. A rollout is an attempt at a task.
 
-    `id` names the draw (`e0-r17`: epoch 0, row 17), so that equal texts are told apart. In a run with an environment
-    the prompt is known once an episode begins: `tokens` is empty, `text` and `messages` are of the row alone.
+    In a run with an environment the prompt is complete only when an episode begins. `tokens` is then empty, and `text`
+    and `messages` are those of the row.
     """
 
+    # Epoch and row of the draw, for example `e0-r17`.
     id: str
+    # Token ids of the prompt.
     tokens: list[int]
+    # Text of the prompt.
     text: str
+    # Reference answer.
     answer: str | None
+    # All columns of the row.
     row: dict[str, Any] = field(default_factory=dict)
-    # Key of data.train.sources; empty if there are none.
+    # Key of data.train.sources; empty if the run has no sources.
     source: str = ""
-    # The prompt of a row that is a chat, and of every row in a run with an environment.
+    # Messages of the prompt if the row is a chat, and always in a run with an environment.
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class SupervisedSample:
-    """One draw of one row to imitate: `tokens` int32 [T], `mask` bool [T], true where a token is trained on."""
+    """One draw of one row to imitate. id, source: as in a `Task`."""
 
     id: str
+    # Token ids, int32 [T].
     tokens: NDArray[np.int32]
+    # bool [T], true for the tokens that are trained.
     mask: NDArray[np.bool_]
-    # As of a `Task`.
     source: str = ""

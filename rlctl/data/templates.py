@@ -1,4 +1,4 @@
-"""Chat templates as text: the choice among several, and the arguments of each."""
+"""Chat templates as Jinja source: the choice of a template, and the arguments that it takes."""
 
 import json
 import re
@@ -14,28 +14,29 @@ from rlctl.config.run_weights import chat_folder
 from rlctl.config.schema import RunConfig
 from rlctl.data.files import DataError
 
-# Jinja source, or several sources by name, as tokenizers of several templates have them.
+# Jinja source, or several sources by name, for a tokenizer with several templates.
 Template = str | Mapping[str, str]
 
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
-# Files of a tokenizer's folder that hold templates, and the folder of further ones.
+# Files of a tokenizer's folder that hold templates, and the subfolder of further templates.
 _FILE = "chat_template.jinja"
 _FURTHER = "additional_chat_templates"
 _CONFIG = "tokenizer_config.json"
-# Variables that rlctl and the tokenizer fill, functions of transformers, and parameters of its `apply_chat_template`.
+# Names in a template that are no arguments of the user: variables that rlctl and the tokenizer set, functions of
+# transformers, and parameters of its `apply_chat_template`.
 _FILLED = {
     *("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"),
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
     *("additional_special_tokens", "conversation", "chat_template", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
-# Block of transformers' own, which plain Jinja does not know.
+# Block tag of transformers, which plain Jinja does not know.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 def find_template(name: str, tokenizer: Any) -> Template | None:
-    """Return the template of `data.chat_template`; None without one. Raises DataError."""
+    """Return the template that `data.chat_template` names; None if there is none. Raises DataError."""
     if name == "none":
         return None
     if name == "auto":
@@ -51,7 +52,7 @@ def find_template(name: str, tokenizer: Any) -> Template | None:
 
 
 def require_named_templates(folder: Path) -> None:
-    """Raise DataError for a list of templates that transformers cannot read: it ends in an error without their name."""
+    """Raise DataError for a list of templates without names, because transformers' own error does not say the cause."""
     with suppress(ModelError):
         templates = read_object(folder / _CONFIG).get("chat_template")
         if isinstance(templates, list) and not all(
@@ -61,7 +62,10 @@ def require_named_templates(folder: Path) -> None:
 
 
 def choose_template(template: Template, *, with_tools: bool) -> str:
-    """Return the source that transformers would take, for a chat with tools or without. Raises DataError for none."""
+    """Return the source that transformers would choose for a chat with or without tools.
+
+    Raises DataError if there is no such source.
+    """
     if isinstance(template, str):
         return template
     if with_tools and _WITH_TOOLS in template:
@@ -73,7 +77,7 @@ def choose_template(template: Template, *, with_tools: bool) -> str:
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer's folder by name, read without the tokenizer; none where none can be read."""
+    """Return the templates of a tokenizer's folder by name, read from its files; empty if none can be read."""
     files = {_DEFAULT: folder / _FILE}
     files |= {file.stem: file for file in (folder / _FURTHER).glob("*.jinja")}
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -88,7 +92,7 @@ def read_templates(folder: Path) -> dict[str, str]:
 
 
 def templates_of(config: RunConfig) -> dict[str, str]:
-    """Return the templates of a config by name, read without the tokenizer; none where none can be read."""
+    """Return the templates of a config by name, read from files; empty if none can be read."""
     choice = config.data.chat_template
     if choice == "auto":
         return read_templates(Path(config.model.tokenizer or chat_folder(config.model.path)))
@@ -98,7 +102,10 @@ def templates_of(config: RunConfig) -> dict[str, str]:
 
 
 def unknown_arguments(names: Collection[str], template: Template) -> dict[str, str]:
-    """Return the reason for each name that is no argument of the template. An unreadable source takes every name."""
+    """Return each name that is no argument of the template, with the reason.
+
+    If a source cannot be parsed, every name counts as an argument, except those in `_FILLED`.
+    """
     arguments = set[str]()
     is_readable = True
     for source in [template] if isinstance(template, str) else template.values():
@@ -114,8 +121,8 @@ def unknown_arguments(names: Collection[str], template: Template) -> dict[str, s
 
 
 def write_arguments(folder: Path, arguments: Mapping[str, Any]) -> None:
-    """Give the templates of a tokenizer's folder these arguments, for every caller that names none."""
-    # The source still begins a line: Jinja strips blanks before a block there.
+    """Write arguments into the templates of a tokenizer's folder, as defaults for every program that uses them."""
+    # The head ends with a line break, because Jinja strips blanks before a block only at the beginning of a line.
     head = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_write_literal(value)} %}}{{%- endif %}}\n"
         for name, value in arguments.items()
@@ -136,7 +143,7 @@ def write_arguments(folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _write_literal(value: Any) -> str:
-    """Return JSON-like data as Jinja writes it, which has no null."""
+    """Return JSON-like data as a Jinja literal. Jinja writes null as `none`."""
     if isinstance(value, Mapping):
         entries = (f"{_write_literal(name)}: {_write_literal(entry)}" for name, entry in value.items())
         return "{" + ", ".join(entries) + "}"
@@ -147,7 +154,7 @@ def _write_literal(value: Any) -> str:
 
 @lru_cache(maxsize=16)
 def _find_variables(source: str) -> frozenset[str] | None:
-    """Return the variables that a template looks up; None if plain Jinja cannot read it."""
+    """Return the undefined variables that a template uses; None if plain Jinja cannot parse it."""
     import jinja2.ext
     import jinja2.meta
     import jinja2.sandbox

@@ -1,6 +1,7 @@
-"""Rows as `Task`s (GRPO) and `SupervisedSample`s (SFT), with a report of rows cut or left out.
+"""Conversion of rows to `Task`s (GRPO) and `SupervisedSample`s (SFT), with a report of rows cut or left out.
 
-A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
+A row with the messages column is a chat. Any other row is a prompt text, which becomes a user message if there is a
+chat template.
 """
 
 import json
@@ -31,8 +32,9 @@ from rlctl.data.unwritten_messages import UnwrittenMessages
 class LengthReport:
     """Counts of rows cut or left out for their lengths, and of other findings."""
 
+    # Number of rows read.
     rows: int
-    # Left out: the prompt is too long.
+    # Prompts or samples left out because the prompt is too long, and samples cut at their end.
     dropped: int = 0
     truncated: int = 0
     # Tokens of the longest row before anything was cut.
@@ -41,34 +43,34 @@ class LengthReport:
     unanswered: int = 0
     # Trained turns without a token at which sampling stops.
     unended: int = 0
-    # Rows with a spelled control token, encoded as text; place of the first one, with the token.
+    # Rows that spell a control token, which is encoded as text. Place and token of the first such row.
     spelled: int = 0
     first_spelled: str = ""
-    # Rows whose earlier turns the chat template writes otherwise once the chat goes on, and their samples.
+    # Rows in which the chat template rewrites earlier turns once the chat goes on, and the samples of these rows.
     rewritten: int = 0
     rewritten_samples: int = 0
     # Rows with tools that the chat template does not show.
     unshown_tools: int = 0
-    # Rows whose messages have no roles and nothing between them, since there is no chat template.
+    # Rows whose messages are joined without roles or separators, because there is no chat template.
     run_together: int = 0
-    # Tokens in place of unknown text; rows that have some; the count of the first such row.
+    # Tokens that stand for text unknown to the tokenizer, rows with such tokens, and a text on the first such row.
     unknown_tokens: int = 0
     unknown_rows: int = 0
     first_unknown: str = ""
-    # Turns with text behind their first end token, which is not trained.
+    # Turns with text behind their first end token. That text is not trained.
     cut_turns: int = 0
-    # Turns whose thinking or calls the chat template does not write, so that they are not trained.
+    # Turns whose thinking or calls the chat template does not write. These are not trained.
     silent_turns: int = 0
-    # Turns that a mark of their message leaves out, and rows without any other turn.
+    # Turns that are not trained because of a mark (`rows.MARKS`), and rows that have no other turn.
     untrained_turns: int = 0
     untrained_rows: int = 0
-    # Rows by an unusual way to read them, in words: `tools in column 'functions'`.
+    # Unusual way of reading, for example `tools in column 'functions'` -> number of rows.
     read: dict[str, int] = field(default_factory=dict)
-    # Rows by something in them without effect, in words.
+    # Description of an ignored part of a row -> number of rows.
     ignored: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
-        """Return the counts of both sets of rows."""
+        """Return the sums of the counts of two sets of rows."""
         sums: dict[str, Any] = {"longest": max(self.longest, other.longest)}
         for name in ("first_spelled", "first_unknown"):
             sums[name] = getattr(self, name) or getattr(other, name)
@@ -86,7 +88,7 @@ class LengthReport:
             cuts.append(f"{self.dropped:,} dropped (prompt too long)")
         if self.truncated:
             cuts.append(f"{self.truncated:,} truncated")
-        # Rows of an environment have no length before an episode begins.
+        # In a run with an environment the prompts, and so their lengths, are known only when an episode begins.
         longest = f"; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens" if self.longest else ""
         findings = [f"{self.rows:,} rows{longest}"]
         if self.unanswered:
@@ -110,7 +112,7 @@ class LengthReport:
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each finding that a person should look at."""
+        """One line for each finding that the user should look at."""
         lines: list[str] = []
         if self.unshown_tools:
             rows = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
@@ -144,7 +146,7 @@ class LengthReport:
         return lines
 
     def note_unknown(self, row: Row, tokens: Sequence[int], chat: Chat) -> None:
-        """Count the tokens of a row that stand for unknown text, if there are any."""
+        """Count the tokens of a row that stand for text unknown to the tokenizer."""
         unknown = chat.unknown_token
         count = 0 if unknown is None else tokens.count(unknown)
         if count:
@@ -156,7 +158,10 @@ class LengthReport:
             self.first_unknown = self.first_unknown or finding
 
     def note_row(self, row: Row, section: DatasetSection, messages: Messages, *, shows_tools: bool = True) -> None:
-        """Count the unusual columns of a row, read and ignored ones. shows_tools: the prompt shows the row's tools."""
+        """Count a row's unusual columns, read or ignored.
+
+        messages: the row's chat, empty if there is none. shows_tools: the prompt shows the row's tools.
+        """
         read, ignored = describe_columns(row, section, messages, shows_tools=shows_tools)
         if is_json_chat(row, section):
             read.append("messages as JSON text")
@@ -166,17 +171,17 @@ class LengthReport:
             self.note_ignored(f"{reason}: passed over")
 
     def note_ignored(self, reason: str) -> None:
-        """Count a row of which something is passed over. reason: the passed over part, in words."""
+        """Count a row with an ignored part. reason: description of this part."""
         self.ignored[reason] = self.ignored.get(reason, 0) + 1
 
     def note_unwritten(self, roles: list[str]) -> None:
-        """Count a row with messages of these roles whose text the chat template leaves out."""
+        """Count a row whose messages of these roles the chat template leaves out."""
         for role in dict.fromkeys(roles):
             message = f"a message of role {role} that the chat template leaves out: the model does not see it"
             self.note_ignored(f"{message}; set another data.chat_template")
 
     def note_marks(self, messages: Messages) -> None:
-        """Count the turns that a mark leaves out, and the marks under unknown keys."""
+        """Count the turns excluded from training by a mark, and the unknown keys that look like a mark."""
         turns = [message for message in messages if message["role"] == "assistant"]
         self.untrained_turns += sum(not is_trained(turn) for turn in turns)
         unread: dict[str, Any] = {}
@@ -187,7 +192,7 @@ class LengthReport:
             self.note_ignored(f"{turn_text}; marks are {', '.join(MARKS)}")
 
     def note_spelled(self, row: Row, spelled: list[str]) -> None:
-        """Count a row that spells these control tokens, if there are any."""
+        """Count a row if it spells control tokens. spelled: these tokens."""
         if spelled:
             self.spelled += 1
             self.first_spelled = self.first_spelled or f"{row.origin} spells {spelled[0]}"
@@ -196,10 +201,10 @@ class LengthReport:
 def tokenize_prompts(
     rows: list[Row], section: DatasetSection, chat: Chat, max_prompt_length: int | None
 ) -> tuple[list[Task], LengthReport]:
-    """Return tasks named `r{row}`. Those of more than `max_prompt_length` tokens are left out and counted.
+    """Return tasks with ids such as `r17` for row 17, and a report.
 
-    The answer is the answer column or, if there is none, the chat's trailing assistant message.
-    Raises DataError at the first bad row, or if no prompt is left.
+    A prompt of more than `max_prompt_length` tokens is left out and counted. The answer is the answer column, or else
+    the chat's last message if it is the assistant's. Raises DataError at the first bad row, or if no prompt is left.
     """
     report = LengthReport(len(rows))
     unwritten = UnwrittenMessages()
@@ -247,12 +252,11 @@ def tokenize_samples(
     max_prompt_length: int | None,
     max_length: int,
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Return samples named `r{row}`, cut after `max_length` tokens. turns: the choice of trained turns, and their
-    history.
+    """Return samples with ids such as `r17` for row 17, cut after `max_length` tokens, and a report.
 
-    Further samples of a row, of turns that the template rewrites, are named `r{row}.1` and so on.
-    A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.
-    Raises DataError at the first bad row, or if the limits leave no sample.
+    If the template rewrites turns, a row has further samples, with ids such as `r17.1`. A sample whose first trained
+    token comes after `max_prompt_length` or `max_length` tokens is left out and counted. turns: `mask` chooses the
+    trained turns, `history` decides on rewritten turns. Raises DataError at the first bad row, or if no sample is left.
     """
     report = LengthReport(len(rows))
     unwritten = UnwrittenMessages()
@@ -267,7 +271,7 @@ def tokenize_samples(
             row_samples = chat_samples(own_chat, messages, turns.mask, turns.history, tools)
             report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=False))
         report.untrained_rows += not row_samples.rows
-        # Plain text has a question and its answer too.
+        # Without a template a question and its answer are usual, so only longer chats count.
         report.run_together += chat.template is None and len(messages) > 2
         report.unshown_tools += bool(tools) and not chat.shows_tools
         report.cut_turns += row_samples.cut
@@ -304,10 +308,10 @@ def tokenize_samples(
 def read_tasks(
     rows: list[Row], section: DatasetSection, chat: Chat, choices: Collection[str]
 ) -> tuple[list[Task], LengthReport]:
-    """Return tasks of an environment, named `r{row}`: their prompts are known when an episode begins.
+    """Return tasks for environments, with ids such as `r17` for row 17, and a report. The tasks have no tokens.
 
-    choices: keys of the environments, one of which a row's column `environment` must hold where there are several.
-    Raises DataError at the first bad row.
+    choices: keys of the environments. With several, a row's column `environment` must name one. Raises DataError at the
+    first bad row.
     """
     report = LengthReport(len(rows))
     tasks: list[Task] = []
@@ -318,7 +322,7 @@ def read_tasks(
             problem = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
             raise DataError(f"{row.origin}: {problem} (environment.choices)")
         with _name_place(row):
-            # Players take the row's arguments of the template. Wrong and unknown ones are reported here.
+            # Only to report wrong and unknown arguments of the template. The players read these arguments later.
             _chat_of(row, chat, report)
         task = Task(
             id=f"r{row.number}",
@@ -334,7 +338,7 @@ def read_tasks(
 
 
 def _chat_of(row: Row, chat: Chat, report: LengthReport) -> Chat:
-    """Return the chat with the row's arguments of the template. Unknown arguments are counted."""
+    """Return the chat with a row's arguments of the template. Count the arguments that the template does not take."""
     for name in chat.unknown_kwargs(template_arguments(row.values)):
         report.note_ignored(f"chat_template_kwargs.{name}, which is no argument of the chat template: passed over")
     return chat_of_row(chat, row.values)
@@ -342,7 +346,7 @@ def _chat_of(row: Row, chat: Chat, report: LengthReport) -> Chat:
 
 @contextmanager
 def _name_place(row: Row) -> Iterator[None]:
-    """Put the row's place before the message of any error inside."""
+    """Turn any error inside into a DataError that begins with the row's place."""
     try:
         yield
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Messages whose text a chat template leaves out: the model does not see them."""
+"""Search for messages whose text a chat template leaves out, so that the model does not see them."""
 
 import re
 from collections.abc import Sequence
@@ -9,18 +9,21 @@ from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
-# Most shapes of chats that are kept.
+# Most shapes of chats (roles and keys of the messages) whose result is kept.
 _SHAPES = 512
-# Stands for the chat before messages that follow a turn.
+# Stand-in for the chat before messages that follow a turn.
 _EARLIER = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 _TEXT = "the-text-of-message-{}-"
 
 
 class UnwrittenMessages:
-    """Trials of a template by the shape of a chat: few chats of a data set differ in their roles and keys."""
+    """Finder of messages that a template leaves out. It renders one chat of each shape (roles and keys of messages).
+
+    Most chats of a data set have one of a few shapes, so few chats are rendered.
+    """
 
     def __init__(self) -> None:
-        # By the hash of a shape: a chat may have thousands of messages.
+        # Roles by the hash of a shape. Only the hash is kept, because a chat may have thousands of messages.
         self._roles: dict[int, list[str]] = {}
 
     def find_roles(
@@ -32,9 +35,10 @@ class UnwrittenMessages:
         generation: bool = True,
         follows_turn: bool = False,
     ) -> list[str]:
-        """Return the roles of the messages whose text the template leaves out. It must have written these messages.
+        """Return the roles of the messages whose text the template leaves out.
 
-        follows_turn: the messages do not begin the chat. They come behind a turn of the assistant.
+        The template must have rendered these messages without an error. follows_turn: the messages stand behind a turn
+        of the assistant and do not begin the chat.
         """
         if chat.template is None:
             return []
@@ -44,7 +48,7 @@ class UnwrittenMessages:
         if roles is None:
             earlier = _EARLIER if follows_turn else []
             roles = _try_texts(chat, [*earlier, *messages], tools, generation)
-            # Sessions of several threads share these trials.
+            # Several threads may use this object, so the whole dictionary is cleared at once.
             if len(self._roles) >= _SHAPES:
                 self._roles.clear()
             self._roles[shape] = roles
@@ -52,7 +56,7 @@ class UnwrittenMessages:
 
 
 def _try_texts(chat: Chat, messages: Messages, tools: Sequence[dict[str, Any]], generation: bool) -> list[str]:
-    """Write the messages with other texts, and return the roles of the absent ones."""
+    """Render the messages with unique texts; return the roles of the messages whose text is missing in the result."""
     marked = list(messages)
     roles = dict[str, str]()
     for index, message in enumerate(messages):
@@ -62,7 +66,7 @@ def _try_texts(chat: Chat, messages: Messages, tools: Sequence[dict[str, Any]], 
             roles[text] = message["role"]
     try:
         written = chat.render(marked, generation, tools)
-    except Exception:  # The template takes the row's own text alone, and has written it.
+    except Exception:  # The template takes only the row's real texts, which it has rendered before.
         return []
     written_texts = set(re.findall(_TEXT.format("[0-9]+"), written))
     return [role for text, role in roles.items() if text not in written_texts]
