@@ -1,4 +1,4 @@
-"""The parts of a run that only GRPO has: its tasks, and the parity check of trainer and engines before step 1."""
+"""Assembly of the parts that only a GRPO run has: its tasks, and the parity check of trainer and engines."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GrpoParts:
-    """The parts of a GRPO run, see `AlgorithmParts`."""
+    """`AlgorithmParts` of a GRPO run."""
 
     session: Session
     settled: SettledGrpo
@@ -36,7 +36,7 @@ class GrpoParts:
     probe_only: bool
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
-        """Tokenize the tasks. Try environments, rewards and the user's own advantage on the first task."""
+        """Tokenize the tasks. Try environments, rewards and a user's advantage on the first task."""
         from rlctl.grpo.advantages.trial import try_advantage
 
         session = self.session
@@ -52,7 +52,9 @@ class GrpoParts:
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
     ) -> "GrpoLoop | None":
-        """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
+        """Connect the refit and send the engines the trainer's weights. Compare log-probs of both if `run.probe` is
+        set.
+        """
         from rlctl.grpo.components import Devices, GrpoComponents
         from rlctl.grpo.loop import GrpoLoop
         from rlctl.grpo.parity_check import bound_of, bound_of_steps, probe
@@ -112,7 +114,7 @@ class GrpoParts:
                 pool.sync(session.start)
             if self.probe_only:
                 return None
-            # From here on the loop closes the dispatcher and the runner.
+            # From here on the loop owns the dispatcher and the runner, and closes them.
             stack.pop_all()
         session.recorder.declare(users_metrics(settled.config))
         return GrpoLoop(settled, components, session.stops, bound)
@@ -129,12 +131,12 @@ class GrpoParts:
         return ResourceMonitor(device, memories)
 
     def _failure_cause(self) -> str:
-        """Return the most frequent failure of episodes or rewards; empty where none failed."""
+        """Return the most frequent error of episodes, else of rewards; empty if none failed."""
         environments = self.sampling.environments
         cause = environments.failures.most_common() if environments else ""
         return cause or self.sampling.scorer.failures.most_common()
 
     def _tool_cause(self) -> str:
-        """Return the most common error of the environments' tools; empty where there was none."""
+        """Return the most frequent error of the environments' tools; empty if there was none."""
         environments = self.sampling.environments
         return environments.tool_errors.most_common() if environments else ""

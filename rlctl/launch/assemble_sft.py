@@ -1,4 +1,4 @@
-"""The parts of a run that only SFT has: samples, a compiled graph with its warm-up, and a recipe's validation."""
+"""Assembly of the parts that only an SFT run has: samples, Ray Compiled Graph with its warm-up, sampled validation."""
 
 import time
 from collections.abc import Iterator
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
     from rlctl.training.trainer_group import TrainerGroup
     from rlctl.workers.group import WorkerGroup
 
-# Bytes of a channel at first. A batch of the tiny run fits; a larger batch grows the channel during the warm-up.
+# Initial bytes of a channel of the compiled graph. A batch of the tiny run fits; the warm-up grows the channel for a
+# larger batch.
 _BUFFER_BYTES = 1 << 20
 _CALLS = 20
 
 
 @dataclass
 class SftParts:
-    """The parts of an SFT run, see `AlgorithmParts`."""
+    """`AlgorithmParts` of an SFT run."""
 
     session: Session
     settled: SettledSft
     files: ModelFiles
-    # Parts of the recipe that validates the run; None without one.
+    # Engines, rewards and so on of the recipe that validates the run; None without a recipe.
     sampling: SamplingParts | None
     # The recipe's held-out tasks.
     tasks: list[Task] = field(default_factory=list)
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[SupervisedSample]:
-        """Tokenize the samples, report how they pack, and load the recipe's tasks."""
+        """Tokenize the samples, report how full their packs are, and load the recipe's validation tasks."""
         from rlctl.training.micro_batching import packing
 
         session = self.session
@@ -73,7 +74,7 @@ class SftParts:
         source: SampleSource,
         data: RunData[SupervisedSample],
     ) -> "SftLoop":
-        """Connect the recipe's engines, put the ranks behind a compiled graph if that is asked, and warm them up."""
+        """Connect the recipe's engines. Compile the calls to the ranks with Ray Compiled Graph if it is enabled."""
         from rlctl.launch.worker_specs import training_cost
         from rlctl.sft.loop import SftComponents, SftLoop
 
@@ -96,14 +97,14 @@ class SftParts:
                 device=device_name,
                 flops=flops,
             )
-            # From here on the loop closes the sampling parts.
+            # From here on the loop owns the sampling parts, and closes them.
             stack.pop_all()
         return SftLoop(config, components, session.stops)
 
     def _prepare_validation(
         self, sampling: SamplingParts, stack: ExitStack, allocation: Allocation, trainer: "TrainerGroup"
     ) -> "SampledValidation":
-        """Bring the engines to the trainer's version, and let them rest where they share its devices."""
+        """Send the engines the trainer's weights, and let them sleep if they share its devices."""
         from rlctl.grpo.validation import SampledValidation, Validation
 
         session = self.session
@@ -128,7 +129,7 @@ class SftParts:
 
 
 def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:
-    """Return (number of sequences, tokens of each) for each warm-up pass of a graph.
+    """Return (number of sequences, tokens of each sequence) for each warm-up pass of a compiled graph.
 
     longest: tokens of the longest sample.
     """
@@ -136,15 +137,15 @@ def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:
     graph = config.ray_compiled_graph
     lengths = [graph.warmup_seq_len or longest]
     if settled.trainer.compile:
-        # Dimensions of equal size are compiled as one: a second length keeps them apart.
+        # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         lengths.append(max(2, lengths[0] // 2 - 1))
     return [(graph.warmup_gbs or config.sft.batch_size, length) for length in lengths]
 
 
 def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> None:
-    """Send lockstep calls through a graph from now on; with `enabled: true` an impossible graph is a warning.
+    """Send the calls to all ranks through a compiled graph from now on.
 
-    Raises GraphUnavailable with `enabled: require`.
+    If the graph cannot be built, `enabled: true` emits a warning, and `enabled: require` raises GraphUnavailable.
     """
     from rlctl.workers.compiled_graph import GraphUnavailable
 
@@ -174,10 +175,10 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
 
 @contextmanager
 def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> Iterator[None]:
-    """Have the run go on with ordinary calls, and say so, if the block's calls raise or break the graph.
+    """If a call in the block raises or breaks the graph, emit a warning and go back to ordinary Ray calls.
 
-    The block changes no weights. Raises GraphUnavailable with `enabled: require`, and always the error of a worker that
-    died or hangs.
+    The block must not change weights. With `enabled: require` the error is raised as GraphUnavailable. The error of a
+    worker that died or hangs is always raised.
     """
     from rlctl.workers.compiled_graph import GraphBroken, GraphUnavailable
     from rlctl.workers.errors import WorkerError
@@ -193,7 +194,7 @@ def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", sess
 
 
 def _milliseconds(group: "WorkerGroup") -> float:
-    """Return the median duration of a call that does nothing, in milliseconds."""
+    """Return the median duration of an empty call to all ranks, in milliseconds."""
     from rlctl.workers.compiled_graph import idle
 
     seconds = []

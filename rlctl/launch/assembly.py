@@ -1,7 +1,7 @@
-"""The assembly of a run, the same for every algorithm: the parts, their order, their waits and their ends.
+"""Assembly of a run for any algorithm: it starts the parts in order, waits until they are ready, and ends them.
 
-Read `assemble` from top to bottom. It ends its parts, the last first, at any end of the run. An algorithm adds its own
-parts, see `AlgorithmParts`.
+Read `assemble` and `_start` from top to bottom. However the run ends, the parts end in reverse order of their start. An
+algorithm adds its own parts by `AlgorithmParts`.
 """
 
 from collections.abc import Callable
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 
 class AlgorithmParts(Protocol):
-    """The parts of a run that only its algorithm has. `assemble` calls each method once, in this order."""
+    """Parts of a run that depend on its algorithm. `assemble` calls each method once, in this order."""
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
-        """Tokenize the rows and check them, on a separate thread. Raises DataError or RewardError."""
+        """Tokenize and check the rows. Runs on a separate thread. Raises DataError or RewardError."""
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: RowSource[Any], data: RunData[Any]
     ) -> "Loop | None":
-        """Connect the started parts and check them. Returns the loop, or None if only the check was wanted."""
+        """Connect the started parts and check them. Return the training loop; None if only the check was requested."""
 
 
 def launch(
@@ -65,11 +65,11 @@ def launch(
     reader: RowReader | None = None,
     on_directory: Callable[[RunDir], None] | None = None,
 ) -> int:
-    """Make a run to its end and return the exit code. `launch_prepared` and the job on a cluster both enter here.
+    """Execute a run to its end and return the exit code. `launch_prepared` and the job on a cluster both call this.
 
-    resolved: the config as YAML. resume: the directory of the run to continue. probe_only: compare trainer and
-    generator, then stop. reader: holds the rows if they were read already. on_directory: called once the run has its
-    directory. Raises RunDirError for a run that must not be continued from here.
+    resolved: the config as YAML. resume: directory of the run to continue. probe_only: compare log-probs of trainer and
+    generator, then stop. reader: has the rows if they were read already. on_directory: called once the run's directory
+    exists. Raises RunDirError for a run that must not be continued on this machine.
     """
     if resume is not None:
         runtime.refuse(RunDir.open(resume))
@@ -83,10 +83,10 @@ def launch_prepared(
     probe_only: bool = False,
     on_directory: Callable[[RunDir], None] | None = None,
 ) -> int:
-    """Read the rows of a planned run, and make the run to its end. `rlctl train` and `rlctl.train` both enter here.
+    """Read the rows of a planned run, execute the run to its end, and return the exit code.
 
-    Raises ConfigError for a run that does not fit its place or whose rows are wrong, MissingPackagesError, and
-    RunDirError as `launch` does. Returns the exit code.
+    The command `rlctl train` and the function `rlctl.train` both call this. Raises ConfigError if the run does not fit
+    its machine or cluster, or if rows are wrong. Raises MissingPackagesError, and RunDirError as `launch` does.
     """
     prepared.require_fit()
     prepared.progress.note(prepared.notes)
@@ -104,10 +104,9 @@ def launch_prepared(
 
 
 def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
-    """Start the parts of a run, train until its last step, and end the parts.
+    """Start the parts of a run, train to the last step, and end the parts.
 
-    settled: the run, settled for a machine that is not known yet. An interrupt ends the start at once. It ends the loop
-    after its step.
+    settled: settled without a machine. An interrupt ends the start-up at once, and the training loop after its step.
     """
     with ExitStack() as stack:
         with session.interrupts.ends_block():
@@ -121,7 +120,8 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
                 session.end_start()
                 loop.run(session.start)
         if pool:
-            # Ranks free the refit's memory. After a failure they may not answer, and are only killed.
+            # Ranks free the refit's memory. After a failure this is not called, because ranks may not answer: they are
+            # killed.
             from rlctl.training.trainer_worker import TrainerWorker
 
             group.call(TrainerWorker.close)
@@ -130,7 +130,9 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
 def _start(
     settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
-    """Start the parts; `stack` ends them. Return (loop, ranks, engines). A run that only probes has no loop."""
+    """Start the parts; `stack` ends them. Return (loop, trainer ranks, engines). The loop is None if the run only
+    probes.
+    """
     config = settled.config
     emit = session.events.emit
     files = find_model(config, session.run_dir, session.checkpoint)
@@ -155,7 +157,7 @@ def _start(
     def load() -> RunData[Any]:
         return parts.load(chat.result()[0], reader.take())
 
-    # The rows are tokenized while Ray starts. Engines wait only for the tokens that end an answer.
+    # The rows are tokenized while Ray starts. To start, engines need only the tokenizer's end tokens.
     chat = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
     loading = meanwhile(stack, load)
     allocation = stack.enter_context(runtime.allocation(session, held_slots))
@@ -163,7 +165,7 @@ def _start(
         # An error in data or rewards is usually known by now.
         loading.result()
 
-    # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
+    # Trainer ranks and engines start at the same time. The slow imports are here, after the `run_started` event.
     from rlctl.launch.worker_specs import trainer_specs
     from rlctl.training.trainer_group import TrainerGroup
     from rlctl.training.trainer_worker import TrainerWorker
@@ -192,7 +194,7 @@ def _start(
         pids |= {engine.name: engine.pid() for engine in pool.engines}
     emit("processes", **pids)
 
-    # The checkpoint comes first: engines get the weights that training continues from.
+    # The checkpoint is loaded before the first refit, so that engines get the weights that training continues from.
     source = RowSource(data.train, order_of(data.train, config))
     if session.checkpoint:
         group.call(TrainerWorker.load, str(session.checkpoint.trainer))
@@ -201,7 +203,9 @@ def _start(
 
 
 def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit) -> Settled:
-    """Settle the run on its machine, and emit notes on its model. Raises ModelError if no engine serves it."""
+    """Return the run settled for its machine, and emit notes on its model. Raises ModelError if the engine cannot serve
+    it.
+    """
     placed = settled.settle_on(machine, files.facts.sizes)
     require_served(placed)
     for line in model_notes(files.facts.sizes, placed.device):
@@ -212,15 +216,15 @@ def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit
 
 
 def find_model(config: RunConfig, run_dir: RunDir, resumed: Checkpoint | None) -> ModelFiles:
-    """Return the files of a run's model. resumed: the checkpoint to go on from, which brings its weights.
+    """Return the files of a run's model. resumed: checkpoint to continue from; it contains the trained weights.
 
-    Raises ModelError for a checkpoint's weights that are damaged.
+    Raises ModelError if `model.path` is a checkpoint with damaged weights.
     """
-    # A restart looks again: the run itself may have deleted the checkpoint that stood in for the model's folder.
+    # Each restart searches again: the run may have deleted the checkpoint that replaced a lost model folder.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
     checkpoint = Path(model.path).parent
     if not checkpoint.resolve().is_relative_to(run_dir.checkpoints.resolve()):
-        # Another run that still trains would prune the checkpoint. This run prunes its own checkpoints as usual.
+        # `hold` keeps another live run from pruning the checkpoint. This run's own checkpoints are pruned as usual.
         hold(checkpoint)
     files = ModelFiles.find(model, run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
@@ -250,7 +254,7 @@ def announce(session: Session, placement: Placement) -> None:
 
 
 def processes_of(placement: Placement) -> dict[str, Any]:
-    """Return the fields of run_started that count ranks, engines, and the devices of each side."""
+    """Return the fields of the `run_started` event that count ranks, engines, and the devices of both."""
     return {
         "device": placement.device,
         "devices": {"trainer": placement.trainer_devices, "generator": placement.generator_devices},

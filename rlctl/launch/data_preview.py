@@ -1,4 +1,4 @@
-"""Preview of a run's data before it starts: counts, lengths, packs, and text with trained tokens apart from others."""
+"""Preview of a run's data: counts, lengths, packing, and text in which trained tokens are marked."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,7 +30,7 @@ from rlctl.utils.devices import count_gpus, device_memory
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of sequences, in tokens, after cutting."""
+    """Lengths of sequences in tokens, after truncation."""
 
     total: int
     mean: float
@@ -40,7 +40,7 @@ class Lengths:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "Lengths":
-        """Return the figures of one or more sequences."""
+        """Return the statistics of one or more lengths."""
         median, p90 = np.percentile(lengths, (50, 90))
         return cls(
             total=sum(lengths),
@@ -53,37 +53,37 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens that are all trained on, or all not."""
+    """Text of consecutive tokens that are all trained on, or all masked."""
 
     text: str
     trained: bool
-    # True if more follows that is not shown.
+    # True for the last piece if the sample has more tokens that are not shown.
     truncated: bool = False
 
 
 @dataclass(frozen=True)
 class DataPreview:
-    """Facts about one data set."""
+    """Statistics and first rows of one data set."""
 
-    # Report of each part, by name: `train`, or each source of the rows.
+    # Name of each part -> its report. A part is `train`, or one source of the rows.
     reports: dict[str, LengthReport]
     # Tokens that end an answer.
     ends: EndTokens
     lengths: Lengths
     # (title, text) of the rows that the run draws first.
     rows: list[tuple[str, list[Piece]]]
-    # Only of samples: the share of the tokens that is trained on, and how they pack.
+    # Only for SFT samples: share of the tokens that are trained on, and packing statistics.
     trained: float | None = None
     packs: PackingStats | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def report(self) -> LengthReport:
-        """Counts of all parts."""
+        """Sum of the reports of all parts."""
         return reduce(add, self.reports.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts."""
+        """Return the statistics as JSON values, without the rows' texts."""
         ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
         counts = {name: asdict(report) for name, report in self.reports.items()}
         facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
@@ -97,9 +97,10 @@ class DataPreview:
 def preview(
     composed: Composed[Settled], of: Literal["train", "validation"], count: int, max_tokens: int
 ) -> DataPreview:
-    """Read a data set of a config. count: rows whose text is kept. max_tokens: the tokens of each text, at most.
+    """Read a data set of a config. count: number of rows to show. max_tokens: most tokens to show of a row.
 
-    Raises DataError at the first bad row, ConfigError for unusable environments and an unknown longest sequence.
+    Raises DataError at the first bad row. Raises ConfigError for unusable environments, or if the longest sequence is
+    not known.
     """
     parts = part_of(composed.config, of)
     chat = local_chat(composed.config)
@@ -110,7 +111,7 @@ def preview(
     ends = end_tokens(config, chat)
     rows, reports = _load_parts(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     if config.opens_prompts:
-        # The episode of the first row is begun. Its prompt has the tools.
+        # The environment writes the prompts, so only the first row's is known: its episode begins here.
         setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
         tokens = setup.prompt or chat.prompt(setup.first, setup.tools).tokens
         first_rows = [("first row", [Piece(chat.decode(tokens), False)])] if count else []
@@ -144,7 +145,7 @@ def _preview_samples(
 def _load_parts(
     parts: list[DataPart], load: Callable[[DataPart], tuple[list[Drawn], LengthReport]]
 ) -> tuple[list[Drawn], dict[str, LengthReport]]:
-    """Return the rows of all parts, and the report of each."""
+    """Return the rows of all parts, and part name -> report."""
     all_rows: list[Drawn] = []
     reports: dict[str, LengthReport] = {}
     for part in parts:
@@ -155,7 +156,7 @@ def _load_parts(
 
 
 def _first_rows(rows: list[Drawn], config: RunConfig, count: int) -> list[Drawn]:
-    """Return the rows that the run draws first; of held-out rows those of each source in turn."""
+    """Return the first `count` rows in the run's order. In validation data the sources take turns."""
     return RowSource(rows, order_of(rows, config)).draw(min(count, len(rows)))
 
 
@@ -164,9 +165,9 @@ def _title(row: Drawn) -> str:
 
 
 def _pieces(sample: SupervisedSample, chat: Chat, max_tokens: int) -> list[Piece]:
-    """Return the text of a sample's first `max_tokens` tokens, cut where the mask changes.
+    """Return the text of a sample's first `max_tokens` tokens, split where the loss mask changes.
 
-    A piece is decoded behind the text before it: a decoder may drop a blank at the beginning of a text.
+    A piece is decoded together with all tokens before it, because a decoder may drop a space at the start of a text.
     """
     mask: NDArray[np.bool_] = sample.mask[:max_tokens]
     tokens = sample.tokens[:max_tokens].tolist()

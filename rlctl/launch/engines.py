@@ -1,4 +1,4 @@
-"""Engines without a trainer: Ray and vLLM on this machine, serving the weights of a folder."""
+"""Engines without a trainer: Ray and engines on this machine, with the weights of a folder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,11 +33,11 @@ def engines(
     emit: Emit,
     events: EventLoop | None,
 ) -> Iterator[RolloutDispatcher]:
-    """Run `generation.num_engines` engines at the weights of `files` until the block is left.
+    """Run `generation.num_engines` engines with the weights of `files` until the block is left.
 
-    Yields the sampling parts. stops: tokens that end an answer. version: of the weights; every token is given it.
-    events: loop of the environments, where there are any. Raises PlacementError with the arithmetic for too few
-    devices.
+    Yields the dispatcher of rollouts. stops: ids of the tokens that end an answer. version: weight version to record
+    with every sampled token. events: event loop of the environments; None without environments. Raises PlacementError,
+    with the arithmetic, if there are too few devices.
     """
     config = settled.config
     generation = config.generation
@@ -50,7 +50,7 @@ def engines(
     )
     placement = place(this_machine(count_gpus()), request)
     memory = device_memory() if placement.device == "cuda" else None
-    # No trainer: engines have their devices to themselves.
+    # Without a trainer the engines share their devices with nobody.
     config = replace(config, placement=replace(config.placement, colocated=False))
     machine = RunMachine(placement.device, memory)
     settled = replace(settled, config=config, machine=machine, facts=files.facts.sizes)

@@ -1,6 +1,7 @@
-"""Rewards, the advantage and environments of a config tried on its first row, before anything starts.
+"""Trial of a config's rewards, advantage and environments on its first row, before a run starts.
 
-They run the user's code in separate processes: in a run, in a dry run, and where an option asks.
+The trials run the user's code in separate processes. They are part of a run, of a dry run, and of `rlctl config check`
+with an option such as --try-rewards.
 """
 
 import sys
@@ -38,14 +39,14 @@ from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
 from rlctl.rollout.scoring import sample_item
 
-# A formula takes about 0.1 s to be read.
+# Most reference answers to describe, because math_verify takes about 0.1 s to parse one.
 _ROWS_TO_DESCRIBE = 50
 
 
 def check_first_rows(settled: Settled) -> list[str]:
-    """Read the first row of each data set that is on this machine, as a run reads all. Return a line for each finding.
+    """Read the first row of each data set on this machine, as a run would. Return one line for each finding.
 
-    The rows of a recipe are read too. Raises ConfigError with every problem.
+    Data of `validation.recipe` is read too. Raises ConfigError with every problem.
     """
     problems: list[Problem] = []
     notes: list[str] = []
@@ -64,7 +65,7 @@ def check_first_rows(settled: Settled) -> list[str]:
             try:
                 rows = read_rows(config, replace(section, limit=1))
                 if _needs_tokenizer(config, section, rows[0]):
-                    # A run finds this when it tokenizes all rows.
+                    # A run would emit these warnings when it tokenizes all rows.
                     notes += _warnings(config, section, rows)
             except DataError as error:
                 problems.append(Problem("data", "", str(error)))
@@ -74,7 +75,7 @@ def check_first_rows(settled: Settled) -> list[str]:
 
 
 def _warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> list[str]:
-    """Tokenize rows, and return a line for each thing in them that a person should look at. Raises DataError."""
+    """Tokenize rows, and return the warnings for the user, one line each. Raises DataError."""
     chat = load_chat(config, config.model.path)
     if config.sft:
         report = tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)[1]
@@ -84,7 +85,9 @@ def _warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> li
 
 
 def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bool:
-    """Return True if the template may not write a row as it is. A tokenizer takes seconds to load."""
+    """Return True if the chat template may change or drop parts of a row. Else the tokenizer, which takes seconds to
+    load, is not needed.
+    """
     if not config.needs_prompts or not Path(config.model.tokenizer or config.model.path).is_dir():
         return False
     if config.data.system_prompt is not None or may_have_unknown_text(config) or (config.sft and may_rewrite(config)):
@@ -97,20 +100,21 @@ def _needs_tokenizer(config: RunConfig, section: DatasetSection, row: Row) -> bo
 
 
 def local_chat(config: RunConfig) -> Chat:
-    """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
+    """Return the tokenizer and chat template of a config, with end tokens of a model that is on this machine."""
     file = None if local_adapter(config.model.path) else config_file(config.model.path)
     return load_chat(config, str(file.parent) if file else config.model.path)
 
 
 def runs_others_code(config: GrpoConfig) -> bool:
-    """Return True if a reward is a function of the user's."""
+    """Return True if a reward is a user's function."""
     return any(":" in reward.name for reward in config.rewards)
 
 
 def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, fetch: bool) -> list[str]:
-    """Return a line or more on the results of rewards and environments, or why they were not tried.
+    """Try rewards and environments on the first row. Return lines with the results, or with the reason why one was not
+    tried.
 
-    fetch: a model or data of a hub may be fetched. Raises ConfigError with every problem of both.
+    fetch: models and data may be downloaded from the hub. Raises ConfigError with every problem of both trials.
     """
     trials = []
     if rewards:
@@ -125,15 +129,15 @@ def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, f
         except ConfigError as error:
             problems += error.problems
     if problems:
-        # A wrong row or tokenizer is wrong for both.
+        # Both trials may find the same wrong row or tokenizer.
         raise ConfigError(dict.fromkeys(problems))
     return lines
 
 
 def try_environments(composed: Composed[Settled], section: DatasetSection, row: Row, chat: Chat) -> EpisodeSetup:
-    """Return the facts about the environments, each imported in a separate process.
+    """Import each environment in a separate process, and begin one episode. Return the facts about the environments.
 
-    section, row: the first row of the data, on which one episode is begun. Raises ConfigError with every problem.
+    section, row: first row of the data, for the episode. Raises ConfigError with every problem.
     """
     assert composed.settled.sampling
     config = composed.settled.sampling.config
@@ -155,7 +159,7 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     parts = ", ".join(
         f"{name} does not judge it (None) and is left out of the sum" if value is None else f"{name} {value:g}"
         for name, value in score.parts.items()
-        # Environments call some rewards later.
+        # With environments, a reward of None here is called at the end of an episode.
         if value is not None or not config.environment.is_enabled
     )
     if score.failed:
@@ -202,10 +206,10 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
 
 
 def _readings(config: GrpoConfig) -> list[str]:
-    """Return how math_verify reads the reference answers: of all rows those it cannot read, the first ones exactly."""
+    """Return lines on how math_verify parses the first reference answers, and how many of all it cannot parse."""
     if all(reward.name != "math_verify" for reward in config.rewards):
         return []
-    # SymPy takes seconds to import.
+    # Imported here because SymPy takes seconds to import.
     from rlctl.rewards.mathematics import describe_references
 
     described: list[tuple[str, str]] = []
@@ -227,7 +231,9 @@ def _readings(config: GrpoConfig) -> list[str]:
 
 
 def _absent_file(config: GrpoConfig, fetch: bool) -> str:
-    """Return the tokenizer or the data that are not on this machine and may not be fetched; empty if there is none."""
+    """Return the name of the tokenizer or data file that is not on this machine; empty if none, or if it may be
+    fetched.
+    """
     if fetch:
         return ""
     files = [config.model.tokenizer or config.model.path, *files_of(config.data.train.paths)]
@@ -235,9 +241,9 @@ def _absent_file(config: GrpoConfig, fetch: bool) -> str:
 
 
 def _score_of_first_row(config: GrpoConfig) -> Score:
-    """Score the reference answer of the first row of data.train.
+    """Score the reference answer of the first row of data.train, as if the policy had given it.
 
-    Raises UnusableError for unusable rewards, DataError for a bad row or tokenizer.
+    Raises UnusableError if rewards fail, and DataError for a bad row or tokenizer.
     """
     section, row = _first_row(config)
     unlimited = replace(config, data=replace(config.data, max_prompt_length=None))
@@ -247,7 +253,7 @@ def _score_of_first_row(config: GrpoConfig) -> Score:
 
 
 def _first_row(config: GrpoConfig) -> tuple[DatasetSection, Row]:
-    """Return the first row of data.train, of several sources of the first one. Raises DataError."""
+    """Return the section and the first row of data.train, or of its first source. Raises DataError."""
     first_source = next(iter(config.data.train.sources.values()), config.data.train)
     section = replace(first_source, limit=1)
     return section, read_rows(config, section)[0]
@@ -255,14 +261,14 @@ def _first_row(config: GrpoConfig) -> tuple[DatasetSection, Row]:
 
 @contextmanager
 def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
-    """Raise ConfigError for unusable data, rewards, advantages and environments, at their keys.
+    """Turn errors about data, rewards, advantages and environments into ConfigError with their keys.
 
-    The config that samples may be a recipe's: its keys are below that of the recipe.
+    In an SFT run these keys are in the recipe, so they get the prefix `validation.recipe.`.
     """
     within = "" if composed.settled.grpo else f"{RECIPE}."
 
     def problem(key: str, reason: str, section: str = "") -> Problem:
-        # A problem of a whole section names the section, at the line of `key`.
+        # A problem of a whole section names the section. Its line is that of `key`.
         return Problem(str(composed.origins.get(f"{within}{key}", "")), f"{within}{section or key}", reason)
 
     try:
@@ -271,7 +277,7 @@ def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
     except UnusableEnvironmentError as error:
         raise ConfigError(problem(key, reason) for key, reason in error.problems) from error
     except UnusableError as error:
-        # A problem of all rewards is shown at the line of the first one.
+        # A problem of all rewards together gets the line of the first reward.
         raise ConfigError(
             problem(f"rewards.{index or 0}.name", reason, "rewards" if index is None else "")
             for index, reason in error.problems

@@ -1,7 +1,8 @@
-"""A stand-in for an agent of Ray's node: writes that its ports are not used, and waits for the end of the raylet.
+"""Dummy for an agent process of Ray: it reports that its ports are not used, and waits until the raylet ends.
 
-A raylet starts two agents, of metrics and of runtime environments, and ends if they end or name no port. A private Ray
-uses neither. The program imports the standard library alone: `python idle_agent.py SESSION_DIR NODE_ID PORT_NAME...`.
+A raylet starts two agents, one for metrics and one for runtime environments. It exits if an agent exits or reports no
+port. A private Ray uses neither agent. The program imports only the standard library. Usage: `python idle_agent.py
+SESSION_DIR NODE_ID PORT_NAME...`.
 """
 
 import os
@@ -10,10 +11,10 @@ from pathlib import Path
 
 
 def main(session: Path, node: str, names: list[str]) -> None:
-    """Write the ports' files, then read until the raylet's end of the pipe is closed."""
+    """Write one file per port name, then read stdin until the raylet closes the pipe."""
     for name in names:
         part = session / f".{name}_{node}"
-        # Ray's own minimal agent writes the same.
+        # -1 means that the port is not used. Ray's own minimal agent writes the same.
         part.write_text("-1")
         os.replace(part, session / f"{name}_{node}")
     sys.stdin.buffer.read()

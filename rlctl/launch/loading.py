@@ -1,4 +1,4 @@
-"""The data of a run, tokenized while Ray, ranks and engines start; in a dry run, before it ends."""
+"""Loading of a run's data. In a run it is tokenized on a thread while Ray, ranks and engines start."""
 
 import threading
 from collections.abc import Callable
@@ -27,16 +27,16 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class RunData(Generic[Drawn]):
-    """Tasks or samples of a run, tokenized."""
+    """Tokenized tasks (GRPO) or samples (SFT) of a run."""
 
     train: list[Drawn]
     validation: list[Drawn]
 
 
 def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) -> RunData[Task]:
-    """Return the tasks of a run, tokenized. emit: writes an event for each finding in the rows.
+    """Tokenize the tasks of a run. emit: called with a `data` or `warning` event for each finding in the rows.
 
-    Raises DataError at the first bad row, and for a prompt that leaves no room for an answer.
+    Raises DataError at the first bad row, or for a prompt that leaves no room for an answer.
     """
     config = settled.config
     loaded: dict[str, list[Task]] = {"train": [], "validation": []}
@@ -49,7 +49,7 @@ def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) 
 
 
 def load_run_samples(settled: SettledSft, rows: RunRows, chat: Chat, emit: Emit) -> RunData[SupervisedSample]:
-    """Return the samples of a run, tokenized. emit: as in `load_run_tasks`. Raises DataError at the first bad row."""
+    """Tokenize the samples of a run. emit: as in `load_run_tasks`. Raises DataError at the first bad row."""
     config = settled.config
     loaded: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
@@ -66,9 +66,9 @@ def _emit_report(name: str, report: LengthReport, emit: Emit) -> None:
 
 
 def meanwhile(stack: ExitStack, work: Callable[[], Value]) -> "Future[Value]":
-    """Do work on another thread; return its future. `stack` waits for its end, unless the run is interrupted.
+    """Call `work` on another thread and return its future. `stack` waits for the thread, unless the run is interrupted.
 
-    The thread of an interrupted run may read rows for minutes, and ends with the process.
+    In an interrupted run the thread may read rows for minutes more. It ends with the process, because it is a daemon.
     """
     future: Future[Value] = Future()
 
@@ -90,7 +90,9 @@ def meanwhile(stack: ExitStack, work: Callable[[], Value]) -> "Future[Value]":
 def load_chats(
     session: Session, settled: Settled, files: ModelFiles, sampled: SamplingParts | None
 ) -> tuple[Chat, EndTokens]:
-    """Load the tokenizer, and the recipe's, perhaps with another template. Return the run's, with its end tokens."""
+    """Load the tokenizer and chat template of the run, and of its validation recipe. Return the run's with its end
+    tokens.
+    """
     configs: dict[str, RunConfig] = {"": settled.config}
     if sampled and not settled.grpo:
         configs["validation.recipe: "] = sampled.config

@@ -1,7 +1,7 @@
-"""Ray in the driver's process: connected to a cluster's (`ray_session`), or private to one run (`local_ray`).
+"""Ray for the driver: a connection to a cluster's Ray (`ray_session`), or a private Ray of one run (`local_ray`).
 
-A private Ray starts and ends with the driver. Tokens are on, Ray's dashboard is off, and Ray's own messages go to the
-run's log folder.
+A private Ray starts and ends with the driver. It authenticates by token, its dashboard is off, and its messages go to
+the run's log folder.
 """
 
 import itertools
@@ -34,24 +34,24 @@ from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray refuses a smaller object store.
 _LEAST_STORE_BYTES = 75 << 20
-# Seconds that Ray gives its own node to start, a constant in Ray's code: too few on a busy machine.
+# Seconds that Ray waits for its own node to start, a constant in Ray's code. They are too few on a busy machine.
 _ATTEMPT_S = 30.0
 _ATTEMPTS = 2
-# Most bytes of a Unix socket's path.
+# Most bytes in the path of a Unix socket.
 _SOCKET_BYTES = 107
-# Bytes of Ray's own part of that path, with the name of the folder.
+# Bytes that Ray adds to that path below the temporary folder.
 _RAYS_BYTES = 84
 # Processes without which a driver cannot go on.
 _NEEDED_NAMES = ("gcs_server", "raylet")
-# Seconds between two looks at these processes.
+# Seconds between two checks of these processes.
 _LOOK_S = 0.5
-# Time that a run has to end by itself once its node of a cluster is gone.
+# Seconds that a run on a cluster has to end by itself after its machine's raylet is gone.
 _GIVE_UP_S = 20.0
-# Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
+# Methods of Ray's Node that start the autoscaler, the log monitor and the dashboard's server.
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-# Function by which Ray starts each of its processes.
+# Name of the function by which Ray starts each of its processes.
 _STARTER = "start_ray_process"
-# Command of a raylet's agent -> the ports that this agent must name.
+# Raylet option with an agent's command -> names of the ports that this agent must report.
 _AGENT_PORTS = {
     "--dashboard_agent_command": ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"),
     "--runtime_env_agent_command": ("runtime_env_agent_port",),
@@ -61,14 +61,14 @@ _TOO_SLOW = "timed out during startup"
 
 
 class RayTooSlow(RuntimeError):
-    """Ray's own processes did not come up in the time that Ray gives them."""
+    """Ray's own processes did not start within Ray's own time limit."""
 
 
 @contextmanager
 def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterator[dict[str, Any]]:
-    """Connect by `ray.init(**options)` until the block is left. Yields Ray's facts of the connection.
+    """Connect by `ray.init(**options)` until the block is left. Yields Ray's `address_info` of the connection.
 
-    Ray's messages go to a file in `logs`. loopback: Ray and its driver listen on loopback alone.
+    Ray's messages go to ray.log in `logs`. loopback: Ray and the driver listen on the loopback interface only.
     """
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
@@ -87,13 +87,12 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM in the block, and let processes that the block starts outlive a closed
-    terminal.
+    """Keep this process's SIGTERM handler in the block, and block SIGHUP for the processes that the block starts.
 
-    Ray's own handler would end the process at once, without a word. A SIGHUP goes to all processes of a terminal, and
-    would end Ray's processes before the run is saved. So SIGHUP is blocked on this thread, and Ray's processes inherit
-    the mask, as they inherit Ray's own mask of SIGINT. In this process another thread takes the signal, or the signal
-    waits for the end of the block.
+    Ray's own SIGTERM handler would end the process at once, without a message. A closed terminal sends SIGHUP to all
+    its processes, which would end Ray's processes before the run is saved. So SIGHUP is blocked on this thread, and
+    Ray's processes inherit the mask, as they inherit Ray's mask of SIGINT. In this process another thread receives the
+    signal, or the signal waits until the block is left.
     """
     handler = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
@@ -101,7 +100,7 @@ def _own_signals() -> Iterator[None]:
         with _replace_private("ray._private.utils", "set_sigterm_handler", lambda _: None):
             yield
     finally:
-        # A Ray without the private function has set its handler.
+        # If this Ray has no such private function, Ray has set its own handler: set ours again.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -109,9 +108,10 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _loopback_switch(loopback: bool) -> Iterator[None]:
-    """Set Ray's private switch of loopback in the block: Ray reads it at its import, which may have been before.
+    """Set Ray's private constant that decides about loopback. Ray may be imported already, so a variable comes too
+    late.
 
-    A Ray without it goes by the environment (`LOOPBACK_ONLY`) alone.
+    A Ray without this constant follows only the environment variable (`LOOPBACK_ONLY`).
     """
     constants = "ray._private.ray_constants"
     clustered = _private(constants, _CLUSTER_SWITCH)
@@ -120,7 +120,7 @@ def _loopback_switch(loopback: bool) -> Iterator[None]:
 
 
 def _private(module: str, name: str) -> Any:
-    """Return a private name of Ray; None where this Ray has none."""
+    """Return a private object of Ray; None if this version of Ray does not have it."""
     with suppress(ImportError):
         return getattr(import_module(module), name, None)
     return None
@@ -128,7 +128,7 @@ def _private(module: str, name: str) -> Any:
 
 @contextmanager
 def _replace_private(module: str, name: str, replacement: Any) -> Iterator[None]:
-    """Replace a private name of Ray in the block. A Ray without it stays as it is."""
+    """Replace a private object of Ray in the block. If this version of Ray does not have it, change nothing."""
     original = _private(module, name)
     if original is None:
         yield
@@ -144,16 +144,17 @@ def _replace_private(module: str, name: str, replacement: Any) -> Iterator[None]
 def local_ray(
     logs: Path, lost: Callable[[str], None] = lambda reason: None, deadline_s: float = 0.0
 ) -> Iterator[Reaper]:
-    """Run a private Ray until the block is left. Yields the reaper that guards its folders.
+    """Run a private Ray until the block is left. Yields the reaper, which removes Ray's folders even if the driver is
+    killed.
 
-    A start that exceeds Ray's own 30 s is tried again once, and then as often as another attempt would end before
-    `deadline_s` (a run's `run.deadline_s`). lost: called once, from another thread, with the reason, when a process
-    that Ray needs is gone. Raises RayTooSlow after the last attempt.
+    A start that exceeds Ray's own 30 s is repeated once, and again while another attempt would end before `deadline_s`
+    (a run's `run.deadline_s`). Raises RayTooSlow after the last attempt. lost: called once, on another thread, with the
+    reason, when a process that Ray needs is gone.
     """
     with ExitStack() as stack:
         reaper = Reaper()
         stack.callback(reaper.close)
-        # All attempts share one token: Ray reads the token once in a process.
+        # All attempts use one token, because Ray reads the token once per process.
         token = stack.enter_context(reaper.folder("rlctl-token-")) / "token"
         write_token(token, token_of_process())
         os.environ[TOKEN_FILE] = str(token)
@@ -168,8 +169,8 @@ def local_ray(
                     include_dashboard=False,
                     num_cpus=usable_cores(),
                     **_object_store(folder),
-                    # Ray makes its folder readable to everybody. So the folder lies below the run's own, which no other
-                    # user can enter.
+                    # Ray makes its folder readable to everybody. So it is inside the run's folder, which no other user
+                    # can enter.
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
@@ -197,11 +198,11 @@ def _too_slow(attempts: int, spent_s: float, deadline_s: float, logs: Path) -> s
 def _watch_processes(
     processes: Mapping[str, psutil.Process], lost: Callable[[str], None], give_up: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Watch Ray's head and this machine's raylet until the block is left.
+    """Watch the processes of Ray's head and of this machine's raylet until the block is left.
 
-    A driver that has lost them works on for a minute. Then Ray ends the driver without a message. lost: called once,
-    with the reason. give_up: called if the raylet is gone and the block is not left in time. By then all of Ray's
-    processes on this machine have ended, and nothing else would tell the driver.
+    If one dies, the driver goes on for a minute, and then Ray ends the driver without a message. lost: called once with
+    the reason. give_up: called if the raylet is gone and the block is not left within 20 s. All of Ray's processes on
+    this machine have ended by then, and nothing else would tell the driver.
     """
     block_left = threading.Event()
 
@@ -230,7 +231,9 @@ def _watch_processes(
 def watch_node(
     connection: Mapping[str, Any], lost: Callable[[str], None], give_up: Callable[[], None]
 ) -> AbstractContextManager[None]:
-    """Watch a cluster's Ray on this machine as `_watch_processes` does. connection: of `ray_session`."""
+    """Watch a cluster's Ray processes on this machine, see `_watch_processes`. connection: facts yielded by
+    `ray_session`.
+    """
     marks = {"gcs_server": connection.get("session_dir"), "raylet": connection.get("raylet_socket_name")}
     processes = {}
     for process in psutil.process_iter(["name", "cmdline"]):
@@ -242,9 +245,9 @@ def watch_node(
 
 
 def _needed_processes() -> dict[str, psutil.Process]:
-    """Return the living processes of this Ray by name.
+    """Return name -> process, of the live processes of this driver's Ray.
 
-    A start that was too slow leaves ended processes with the same names.
+    A failed attempt to start Ray leaves dead processes with the same names.
     """
     processes = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
@@ -263,13 +266,15 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _root() -> str:
-    """Return the parent of Ray's folder: the temporary folder, unless its path is too long for Ray's sockets."""
+    """Return the folder in which Ray's folder is created: the temporary folder, or /tmp if its path is too long for
+    sockets.
+    """
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
 
 
 def _object_store(folder: Path) -> dict[str, Any]:
-    """Return Ray's options for its object store: in shared memory, or on disk where that is too small."""
+    """Return Ray's options for its object store: in shared memory, or on disk if shared memory is too small."""
     room = free_bytes(SHARED_MEMORY) // 2
     if room >= _LEAST_STORE_BYTES:
         return {"object_store_memory": min(_OBJECT_STORE_BYTES, room)}
@@ -285,11 +290,11 @@ def _object_store(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _without_unused() -> Iterator[None]:
-    """Have a Ray that starts in the block leave out the processes that a private Ray does not need.
+    """Keep a Ray that starts in the block from starting processes that a private Ray does not need.
 
-    Ray has no switch for these, and they take 5 s of CPU at every start: an autoscaler; a log monitor that sends
-    output to the driver; the server of a dashboard that is off; two agents of the node, and a start waits for their
-    ports. These methods are private: a Ray without one starts in its own way.
+    They are an autoscaler, a log monitor that sends output to the driver, the server of a disabled dashboard, and two
+    node agents on whose ports a start waits. They take 5 s of CPU at every start, and Ray has no option against them.
+    The replaced methods are private. A Ray without such a method starts as usual.
     """
     try:
         from ray._private import services
@@ -309,12 +314,12 @@ def _without_unused() -> Iterator[None]:
 
 
 def _start_with_idle_agents(start: Callable[..., Any], command: list[str], *arguments: Any, **options: Any) -> Any:
-    """Start a process of Ray by `start`; a raylet gets agents that do nothing."""
+    """Start a process of Ray by calling `start`. Options of a raylet that name an agent get an idle agent."""
     return start([_with_idle_agent(option) for option in command], *arguments, **options)
 
 
 def _with_idle_agent(option: str) -> str:
-    """Return an option of a raylet. An option that names one of Ray's agents names an idle agent instead."""
+    """Return a raylet's option. In an option with an agent's command the command is replaced by an idle agent's."""
     name, _, command = option.partition("=")
     words = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word) if name in _AGENT_PORTS else {}
     if "--session-dir" not in words or "--node-id" not in words:
@@ -325,10 +330,10 @@ def _with_idle_agent(option: str) -> str:
 
 
 def _ray_environment(folder: Path) -> dict[str, str]:
-    """Return the environment that Ray's processes inherit, and the run's processes from them."""
-    # By default gloo and NCCL listen at the address that the host's name resolves to.
+    """Return the environment variables for Ray's processes. The run's processes inherit them."""
+    # By default gloo and NCCL listen at the address of the host's name.
     interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
-    # Ray would end the driver a minute after its head, without a message and in the middle of a step.
+    # By default Ray ends the driver a minute after its head is gone, without a message and in the middle of a step.
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
-    # Engines leave files in the temporary folder, also compiled kernels. These are removed with the run's folder.
+    # Engines leave files, such as compiled kernels, in TMPDIR. They are removed with this folder.
     return LOOPBACK_ONLY | interfaces | patience | {"TMPDIR": str(folder)}

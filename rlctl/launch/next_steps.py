@@ -1,4 +1,4 @@
-"""The commands that a run proposes at its end: to look at it, to use and measure its weights, to go on."""
+"""Commands that a run proposes at its end: to look at the run, to use and evaluate its weights, to continue it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,16 +32,16 @@ def next_commands(
     smaller: Sequence[ResourceRequest] = (),
     fails_again: bool = False,
 ) -> list[str]:
-    """Return the commands after a run with this `status`: the most useful one first, and the one that goes on last.
+    """Return the commands to propose after a run with this `status`, the most useful one first.
 
-    smaller: after a loss of nodes, sizes of the run that fit the nodes that are left, the largest first. fails_again:
-    True if a resumed run would end in the same way.
+    smaller: after a loss of nodes, run sizes that fit the remaining nodes, the largest first. fails_again: True if a
+    resumed run would fail in the same way.
     """
     config = settled.config
     try:
         record = JobRecord.read(run_dir.path)
     except RunDirError:
-        # The record was damaged while the run lasted.
+        # The record was damaged during the run.
         record = None
     cluster_option = f" --cluster {record.cluster}" if record else ""
     run_name = quote(record.called if record and record.called else str(run_dir.path))
@@ -55,9 +55,9 @@ def next_commands(
         return [resume]
     steps = config.num_steps
     if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
-        # A probe ends before the steps that are left.
+        # A run that only probes ends before its steps.
         return [resume]
-    # Files of a run on a cluster cannot be read from here.
+    # The files of a run on a cluster are not on this machine.
     is_local = record is None or not (record.remote or record.called)
     commands = [f"rlctl runs dash {run_name}"]
     if is_local:
@@ -66,7 +66,7 @@ def next_commands(
 
 
 def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest]) -> list[str]:
-    """Return the overrides of the largest run among `smaller` that its checks admit; none for the whole run."""
+    """Return the overrides for the largest size in `smaller` that passes the checks; none for the full size."""
     config = settled.config
     request = requested_resources(settled)
     for share in smaller:
@@ -85,12 +85,12 @@ def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest
 
 
 def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iterator[str]:
-    """Yield commands that use the best checkpoint (the newest, if none was measured) or read a tracker's files."""
+    """Yield commands that use the best checkpoint (the newest, if none was measured) or open a tracker's files."""
     checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
     newest = checkpoints.latest()
     chosen = checkpoints.best() or newest
     if newest and chosen and chosen.export.is_dir():
-        # A run's name without a step means its newest checkpoint.
+        # Without --step a command uses the run's newest checkpoint.
         step_option = "" if chosen.step == newest.step else f" --step {chosen.step}"
         sampling = settled.sampling
         if sampling is None or sampling.config.data.has_validation:
@@ -98,7 +98,7 @@ def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iter
         if settled.sft:
             yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step_option else run_name}"
         if is_adapter(chosen.export):
-            # An adapter that was damaged meanwhile is not offered.
+            # No command is proposed for a damaged adapter.
             with suppress(ModelError):
                 options = lora_options(read_config(chosen.export).rank)
                 yield f"rlctl export {run_name} {quote(f'{run_dir.name}-hf')} --merged{step_option}"
@@ -112,7 +112,7 @@ def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iter
 
 
 def _of_tracker(section: TrackerSection, run: Path) -> Iterator[str]:
-    """Yield the command by which a tracker's own program shows or sends a run."""
+    """Yield the command of a tracker's own program that shows or uploads the run."""
     match section:
         case TensorBoardSection():
             yield f"tensorboard --logdir {quote(str(run / 'tensorboard'))}"

@@ -1,12 +1,12 @@
-"""The preparation of a run: from the recipe and the overrides of a command to a run that may start.
+"""Preparation of a run: from a command's recipe and overrides to a run that can start.
 
-`prepare` goes through the stages up to the last one that its caller needs:
+`prepare` goes through these stages, up to the one that its caller names:
 
 - checked: the config is composed, typed and checked, and so is the first row of its data. No torch, Ray or vLLM.
 - planned: facts of a new model are derived, and the run is placed on this machine or a cluster.
 - read: all rows are read and checked. A dry run tokenizes them as well; a run does it while Ray starts.
 
-Nothing is printed here, and nothing is started. Mistakes of the input are ConfigErrors.
+Nothing is printed here, and no run is started. Wrong input raises ConfigError.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,25 +44,25 @@ Stage = Literal["checked", "planned", "read"]
 
 
 class MissingPackagesError(UserError):
-    """Packages that the run needs are not installed. The input was right."""
+    """Packages that the run needs are not installed. The input is correct, so the exit code is 1 and not 2."""
 
     exit_code = 1
 
 
 class PrepareProgress(Protocol):
-    """Progress of a preparation, for a person who waits."""
+    """Display of a preparation's progress for the user."""
 
     def busy(self, activity: str) -> AbstractContextManager[None]:
-        """Show a line while something slow is done in the block."""
+        """Show `activity` while the block runs."""
         ...
 
     def note(self, lines: Iterable[str]) -> None:
-        """Show remarks, which stop nothing."""
+        """Show notes for the user, one line each."""
         ...
 
 
 class SilentProgress:
-    """Progress that nobody sees."""
+    """`PrepareProgress` that shows nothing."""
 
     def busy(self, activity: str) -> AbstractContextManager[None]:
         """Show nothing."""
@@ -74,63 +74,67 @@ class SilentProgress:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run as a command names it: recipe, overrides and place."""
+    """Run as requested by a command: recipe, overrides, and the machine or cluster."""
 
     # "grpo" or "sft"; None: the recipe's.
     kind: str | None
-    # Name or file; None: the tiny one.
+    # Name or file of the recipe; None: the tiny recipe.
     recipe: str | None
     overrides: list[str]
-    # Run to go on with, by its name or directory.
+    # Name or directory of a run to resume; None: a new run.
     resume: Path | None = None
     # True: nothing is started or fetched.
     is_dry: bool = False
-    # Cluster that gets the run; None: this process drives it.
+    # Cluster that the run is submitted to; None: this process drives the run.
     target: "TargetCluster | None" = None
-    # True: the run waits for room in the cluster.
+    # True: the run waits until the cluster has free devices.
     waits: bool = False
-    # True: this process is a job of a cluster, which has the devices.
+    # True: this process is a job on a cluster, and the cluster has the devices.
     is_job: bool = False
-    # True: the recipe is the config of a run, whose directory may exist.
+    # True: the recipe is the config of an existing run.
     is_of_run: bool = False
-    # Overrides that the command adds, and the key of the whole config within the file; see `compose`.
+    # Overrides that the command itself adds, and the key under which the file has the config; see `compose`.
     own_overrides: Sequence[str] = ()
     within: str = ""
 
     @property
     def is_away(self) -> bool:
-        """True if the run's files are not this machine's."""
+        """True if the run will be on another machine with its own files."""
         return self.target is not None and self.target.away
 
 
 @dataclass
 class PreparedRun:
-    """A run, prepared up to some stage."""
+    """Run after its preparation up to some stage."""
 
     request: RunRequest
     progress: PrepareProgress
-    # The config, settled for a machine that is not known yet.
+    # Config, settled without a machine.
     composed: Composed[Settled]
-    # None: a new run.
+    # Run to resume; None: a new run.
     resumed: Resumed | None
-    # Settled for the machine of the plan, once there is one.
+    # Config, settled for the plan's machine once there is a plan.
     settled: Settled = field(init=False)
-    # None until it is planned. It has the placement and the memory.
+    # Plan with placement and memory; None before the stage `planned`.
     plan: RunPlan | None = None
-    # Demands on a cluster that is not there (`placement.nodes`), as rows of a table; None for every other place.
+    # Load on a planned cluster (`placement.nodes`) as table rows, see `capacity_rows`; None on a real machine or
+    # cluster.
     demands: list[tuple[str, str]] | None = None
-    # Reasons why the machine or the cluster cannot do the work.
+    # Reasons why the run does not fit the machine or cluster.
     problems: list[Problem] = field(default_factory=list)
-    # Rows of train and validation; None until they are read, and in a dry run without the data on this machine.
+    # Number of rows of train and validation. None before the stage `read`, and in a dry run without the data on this
+    # machine.
     row_counts: dict[str, int] | None = None
-    # Tokens that end an answer; only in a dry run whose model is on this machine.
+    # Tokens that end an answer; None except in a dry run with the model on this machine.
     ends: EndTokens | None = None
 
     def __post_init__(self) -> None:
         self._use(self.composed)
 
     def advance(self, last: Stage) -> None:
-        """Go on to the end of a stage. Raises ConfigError, and MissingPackagesError before a run's rows are read."""
+        """Do all stages up to `last` that are not done. Raises ConfigError, and MissingPackagesError before a run's
+        rows are read.
+        """
         if last != "checked" and self.plan is None:
             self._make_plan()
         if last == "read" and self.row_counts is None:
@@ -141,12 +145,12 @@ class PreparedRun:
                 self._read_for_run()
 
     def require_fit(self) -> None:
-        """Raise ConfigError if the place cannot do the work."""
+        """Raise ConfigError if the run does not fit the machine or cluster."""
         if self.problems:
             raise ConfigError(self.problems)
 
     def derive_facts(self) -> None:
-        """Derive the facts of a model that is here and new, and check the config again. Raises ConfigError."""
+        """Derive the facts of a new model on this machine, then check the config again. Raises ConfigError."""
         file = config_file(self.composed.config.model.path)
         if self.composed.settled.facts is not None or file is None:
             return
@@ -158,13 +162,13 @@ class PreparedRun:
         self._use(load(self.request.kind, self.request.recipe, self.request.overrides))
 
     def try_first_rows(self) -> None:
-        """Read the first row of each data set as a run reads all, and note each finding. Raises ConfigError."""
+        """Read the first row of each data set as a run would, and add a note for each finding. Raises ConfigError."""
         self.notes += check_first_rows(self.composed.settled)
 
     def try_users_code(self, *, rewards: bool, environments: bool) -> None:
-        """Call rewards and begin an episode on the first row, and note the results. Raises ConfigError.
+        """Call rewards and begin an episode on the first row, and add the results to the notes. Raises ConfigError.
 
-        A dry run fetches neither a model nor data.
+        A dry run downloads neither a model nor data.
         """
         if rewards or environments:
             with self.progress.busy("trying the first row"):
@@ -172,9 +176,9 @@ class PreparedRun:
                 self.notes += try_all(self.composed, rewards=rewards, environments=environments, fetch=fetch)
 
     def write_config(self) -> Path:
-        """Write the resolved config next to the run directories, and return its path.
+        """Write the resolved config as NAME.dry-run.yaml next to the run directories, and return its path.
 
-        An earlier one of this recipe is replaced.
+        An earlier file of this recipe is replaced.
         """
         run = self.composed.config.run
         path = Path(run.dir) / f"{run.name or self.composed.recipe.stem}.dry-run.yaml"
@@ -192,11 +196,11 @@ class PreparedRun:
         self.composed = composed
         self.settled = composed.settled
         self.notes = list(composed.notes)
-        # The reader hands the rows to the run.
+        # The reader keeps the rows until the run takes them.
         self.reader = RowReader(composed.config)
 
     def _make_plan(self) -> None:
-        """Place the run, and find the reasons why it cannot run there."""
+        """Make the plan, and set `problems` to the reasons why the run does not fit."""
         request = self.request
         target = request.target
         if self.resumed is None and not request.is_away:
@@ -226,7 +230,7 @@ class PreparedRun:
     def _plan_here(self) -> None:
         """Place the run on this machine.
 
-        In a job, the run has the cluster's devices instead: the plan gives only notes.
+        In a job the run uses the cluster's devices, so the plan's problems are ignored and only its notes count.
         """
         settled = self.composed.settled
         machine = read_machine(Path(settled.config.run.dir).absolute())
@@ -255,7 +259,7 @@ class PreparedRun:
         return [self._problem(key, reason) for key, reason in reasons.items() if reason]
 
     def _read_for_run(self) -> None:
-        """Read the rows for the run, and try its environments on the first one."""
+        """Read the rows for the run, and try its environments on the first row."""
         composed = self.composed
         sampling = composed.settled.sampling
         self._require_packages()
@@ -287,7 +291,7 @@ class PreparedRun:
             raise MissingPackagesError(explain_missing(*absent))
 
     def _read_for_dry_run(self) -> None:
-        """Read and tokenize all rows that are on this machine, and refuse those that the run would refuse."""
+        """Read and tokenize all rows on this machine. Raises ConfigError for rows that the run would refuse."""
         settled = self.composed.settled
         chat = None
         if config_file(settled.config.model.path):
@@ -311,7 +315,7 @@ class PreparedRun:
                 held_out_tasks(sampling, local_chat(sampling.config), self._note_warning)
 
     def _note_warning(self, kind: str, **fields: Any) -> None:
-        """Note a warning on rows, which a run would write into its log of events."""
+        """Show a warning about rows. A run would emit it as an event."""
         if kind == "warning":
             self.progress.note([fields["what"]])
 
@@ -330,9 +334,9 @@ class PreparedRun:
 
 
 def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None = None) -> PreparedRun:
-    """Prepare a run up to the end of a stage. Raises ConfigError with every problem of a stage at once.
+    """Prepare a run up to and including the stage `last`. Raises ConfigError with every problem of a stage at once.
 
-    The problems of a plan are raised before the rows are read. A caller that stops at the plan finds them in
+    Problems of the plan are raised by the stage `read`. A caller that stops at `planned` finds them in
     `PreparedRun.problems`.
     """
     progress = progress or SilentProgress()
@@ -365,5 +369,5 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
 
 
 def _are_here(paths: str | list[str] | None) -> bool:
-    """Return True if all files of a data set are on this machine, or if it has none."""
+    """Return True if all files of a data set are on this machine, or if `paths` is None."""
     return paths is None or all(Path(file).exists() for file in files_of(paths))

@@ -1,4 +1,4 @@
-"""The resume of a run: finding it, checking its config against its newest checkpoint, and its remaining steps."""
+"""Resume of a run: finding the run, checking its config against its newest checkpoint, and showing what is left."""
 
 import shlex
 from collections.abc import Iterator
@@ -19,21 +19,21 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, find_run
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that is to go on."""
+    """Run to be resumed."""
 
     # The run's directory.
     run: Path
-    # The name or path that was typed.
+    # Name or path that the user typed.
     typed: Path
     overrides: list[str]
 
     def command(self, kind: str, where: str) -> str:
-        """Return the command that resumes the run, after a dry run. where: the options that name a cluster."""
+        """Return the command that resumes the run, to be shown after a dry run. where: options that name a cluster."""
         return shlex.join(["rlctl", "train", kind, "--resume", str(self.typed), *self.overrides]) + where
 
 
 def find_resumed(text: Path, overrides: list[str]) -> Resumed:
-    """Find a run by its name or directory. Raises ConfigError if it holds no config to go on with."""
+    """Find a run by its name or directory. Raises ConfigError if there is none, or if it has no config.yaml."""
     try:
         run = find_run(str(text), runs_folder(overrides))
     except RunDirError as error:
@@ -44,24 +44,23 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
 
 
 def replace_lost_model(resumed: Resumed) -> list[str]:
-    """Return the override that replaces a lost model folder by a checkpoint, see `stand_in`.
+    """Return the override of `model.path` that replaces a lost model folder by a checkpoint, see `stand_in`.
 
-    Return none where the folder is there.
+    The list is empty if the folder exists.
     """
     try:
         model = str(RunDir(resumed.run).recorded_config()["model"].get("path"))
     except (RunDirError, KeyError):
-        # Loading the config will give the better message.
+        # The error is left to `load`, which has a better message.
         return []
     folder = stand_in(model, _checkpoints(resumed.run).latest_as_written())
     return [f"model.path={folder}"] if folder else []
 
 
 def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
-    """Raise ConfigError with every value that contradicts the run's newest checkpoint, if its files are on this
-    machine.
+    """Raise ConfigError with every value that contradicts the run's newest checkpoint.
 
-    A checkpoint whose state was damaged is not compared.
+    A checkpoint on another machine, or with a damaged state file, is not compared.
     """
     checkpoints = _checkpoints(run)
     with locate_errors(f"--resume {run}", EarlierVersion):
@@ -75,9 +74,9 @@ def refuse_contradictions(composed: Composed[Settled], run: Path) -> None:
 
 
 def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, str]]:
-    """Return rows of a table about a resume: its checkpoint, the steps that are left, the changed keys.
+    """Return table rows about a resume: its checkpoint, the remaining steps, the changed keys.
 
-    Raises ConfigError if no checkpoint is whole.
+    Raises ConfigError if all checkpoints are damaged.
     """
     record = JobRecord.read(run)
     changes = list(_changes(composed, run)) or ["nothing"]
@@ -98,7 +97,7 @@ def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, st
 
 
 def _checkpoints(run: Path) -> Checkpoints:
-    # keep_last and keep_best matter only to a run that saves.
+    # The values of keep_last and keep_best do not matter here: nothing is saved or deleted.
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 
@@ -115,7 +114,7 @@ def _contradictions(settled: Settled, newest: Checkpoint) -> Iterator[tuple[str,
 
 
 def _changes(composed: Composed[Settled], run: Path) -> Iterator[str]:
-    """Yield `key: old -> new` for every value that is not the run's own."""
+    """Yield `key: old -> new` for every value that differs from the run's config.yaml."""
     root, _ = draft(None, str(run / "config.yaml"), [])
     old = {key: node.value for key, node in leaves(root)}
     new = dict(_flat(composed.values(), ""))
@@ -129,7 +128,7 @@ def _changes(composed: Composed[Settled], run: Path) -> Iterator[str]:
 
 
 def _flat(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each leaf below a node of a config."""
+    """Yield (dotted key, value) of each leaf below a config node."""
     children: list[tuple[Any, Any]] = []
     if isinstance(node, dict):
         children += node.items()

@@ -1,6 +1,6 @@
-"""The place of a run: this machine with a private Ray, or a running cluster.
+"""Runtime of a run: this machine with a private Ray, or a running cluster.
 
-Both yield an `Allocation`: slots that only this run uses, and the means to start a process in a slot.
+Both yield an `Allocation`: devices reserved for this run, and the data needed to start processes there.
 """
 
 import json
@@ -41,42 +41,45 @@ _POLL_S = 3.0
 
 
 class Runtime(Protocol):
-    """The place that a run gets its processes from."""
+    """Machine or cluster on which a run starts its processes."""
 
     def refuse(self, run: RunDir) -> None:
-        """Raise RunDirError for a run that must not be continued from here."""
+        """Raise RunDirError for a run that must not be continued on this runtime."""
         ...
 
     def slots(self, session: "Session", resources: ResourceRequest) -> AbstractContextManager["HeldSlots"]:
-        """Hold slots for the time of the block. Start nothing slow on this machine."""
+        """Reserve devices for the processes until the block is left. This must be fast: it starts no Ray on this
+        machine.
+        """
         ...
 
     def allocation(self, session: "Session", held_slots: "HeldSlots") -> AbstractContextManager["Allocation"]:
-        """Make the slots ready for processes, for the time of the block."""
+        """Prepare the reserved devices for processes until the block is left."""
         ...
 
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """Slots that a run has."""
+    """Devices that are reserved for a run."""
 
     placement: Placement
     # Bytes of the smallest GPU; None without GPUs.
     memory: int | None
-    # On a cluster.
+    # Ray's reservation on a cluster; None on this machine.
     reservation: "Reservation | None" = None
 
     @property
     def machine(self) -> RunMachine:
-        """Devices to settle the run for."""
+        """Devices for which the run is settled."""
         return RunMachine(self.placement.device, self.memory, self.placement.ranks_by_node)
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Slots of a run on its nodes. nodes: the node of each index in the placement; None if there is only this machine.
+    """Reserved devices of a run, with its nodes.
 
-    folder: function (prefix, root) that makes a folder on the first node in use. It is removed with the allocation.
+    nodes: for each node index of the placement, its lease; None for this machine. folder: function (prefix, root) that
+    creates a folder on the first used node. The folder is removed with the allocation.
     """
 
     placement: Placement
@@ -84,19 +87,19 @@ class Allocation:
     folder: Callable[[str, str | None], str]
 
     def node(self, slot: PlacementSlot) -> "NodeLease | None":
-        """Return the node of a slot."""
+        """Return the lease of a slot's node; None for this machine."""
         return self.nodes[slot.node]
 
     def devices(self, slot: PlacementSlot) -> list[str]:
-        """Return the GPUs of a slot, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs of a slot in the form of CUDA_VISIBLE_DEVICES."""
         return self._gpu_names(slot, slot.devices)
 
     def peer_devices(self, slot: PlacementSlot) -> list[str]:
-        """Return the GPUs of `Placement.peer_devices`, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs of `Placement.peer_devices` in the form of CUDA_VISIBLE_DEVICES."""
         return self._gpu_names(slot, self.placement.peer_devices(slot))
 
     def environment(self, slot: PlacementSlot) -> dict[str, str]:
-        """Return the variables by which a process in the slot is reached from other nodes."""
+        """Return the environment variables that make a process in the slot reachable from other nodes."""
         node = self.node(slot)
         return node.environment if node else {}
 
@@ -106,7 +109,7 @@ class Allocation:
         return node.cores if node else usable_cores()
 
     def meeting_point(self) -> str:
-        """Return the host:port at which trainer ranks meet: a free port of rank 0's node."""
+        """Return the host:port at which trainer ranks form their process group: a free port on rank 0's node."""
         from rlctl.utils.ports import LOOPBACK, free_port
 
         node = self.node(self.placement.trainers[0])
@@ -122,10 +125,10 @@ class Allocation:
 
 
 class LocalRuntime:
-    """This machine, with a private Ray that ends with the driver."""
+    """`Runtime` of this machine, with a private Ray that ends with the driver."""
 
     def refuse(self, run: RunDir) -> None:
-        """Refuse a cluster's run, see `Runtime.refuse`.
+        """Refuse a run that belongs to a cluster, see `Runtime.refuse`.
 
         Its driver may be alive on the cluster, where this process cannot see it.
         """
@@ -140,18 +143,18 @@ class LocalRuntime:
 
     @contextmanager
     def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
-        """Choose devices. Raises PlacementError with the arithmetic for too few."""
+        """Choose devices. Raises PlacementError, with the arithmetic, if there are too few."""
         placement = place(this_machine(count_gpus()), resources)
         yield HeldSlots(placement, device_memory() if placement.device == "cuda" else None)
 
     @contextmanager
     def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:
-        """Start Ray."""
+        """Start a private Ray."""
         from rlctl.launch.local_ray import local_ray
 
         with ExitStack() as stack:
             forget_old_code()
-            # A driver that was killed together with its reaper leaves its folders.
+            # If a driver and its reaper were both killed, their folders are left.
             for leftover in leftovers():
                 sweep([leftover.path])
                 session.events.emit("warning", what=f"removed what a killed run left: {leftover}")
@@ -165,22 +168,24 @@ class LocalRuntime:
 
 
 class ClusterRuntime:
-    """The cluster that RAY_ADDRESS of this process names. wait: wait for room at the first attempt, too."""
+    """`Runtime` of the cluster in RAY_ADDRESS. wait: wait for free devices at the first attempt too, not only at a
+    restart.
+    """
 
     def __init__(self, wait: bool) -> None:
         self._wait = wait
-        # Nodes of the last attempt; 0: there was none.
+        # Number of nodes of the last attempt; 0: no attempt yet.
         self._parts = 0
 
     def refuse(self, run: RunDir) -> None:
-        """Refuse nothing: the submitter of the job has checked the run."""
+        """Refuse nothing: the command that submitted the job has checked the run."""
 
     @contextmanager
     def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
-        """Connect to Ray and reserve slots.
+        """Connect to the cluster's Ray and reserve devices.
 
-        Raises PlacementError with the arithmetic if there is too little room and it must not wait, TimeoutError after
-        `placement.wait_s`.
+        If there are too few free devices, raises PlacementError with the arithmetic, or waits and raises TimeoutError
+        after `placement.wait_s`.
         """
         from rlctl.launch.local_ray import ray_session, watch_node
         from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
@@ -200,7 +205,7 @@ class ClusterRuntime:
 
     @contextmanager
     def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:
-        """Raise PlacementError unless the nodes share the run's files."""
+        """Yield the reserved nodes. Raises PlacementError unless all nodes see the run's files."""
         assert held_slots.reservation
         placement = held_slots.placement
         leases = held_slots.reservation.nodes
@@ -208,18 +213,19 @@ class ClusterRuntime:
         other_nodes = [node for node in leases if not node.is_the_drivers]
         must_share(other_nodes, session.run_dir.path.resolve(), model if model.is_dir() else None)
         if len(placement.used_nodes) > 1:
-            # The driver's own logs are on the head.
+            # The driver's log is on the head.
             node_names = {**placement.node_by_process, "driver": placement.nodes[0]}
             write_whole(session.logs / NODES, json.dumps(node_names))
         lease_by_index = dict(zip(placement.used_nodes, leases))
         nodes = [lease_by_index.get(index) for index in range(len(placement.nodes))]
-        # Weights in transit are on the node of the run's processes, which may be another node than the driver's.
+        # The folder for weights in transit is on the first node with processes of the run. The driver may be on another
+        # node.
         yield Allocation(placement, nodes, leases[0].folder)
 
     def _smaller(self, resources: ResourceRequest, shares: "Sequence[NodeRequest]" = ()) -> list[ResourceRequest]:
-        """Return the run as it fits the nodes that are left, the largest first. shares: room that the run still holds.
+        """Return the sizes of the run that fit the remaining nodes, the largest first; the full size too if it fits.
 
-        The whole run comes first if it fits.
+        shares: devices that the run still holds; they count as free.
         """
         from rlctl.workers.nodes import live_nodes
 
@@ -264,19 +270,19 @@ class ClusterRuntime:
 
 
 def _device_of(nodes: "Sequence[LiveNode]") -> Device:
-    """Return the devices that runs of a cluster use: a cluster with GPUs does not train on its CPUs."""
+    """Return the device kind of a cluster: cuda if any node has GPUs."""
     return "cuda" if any(node.total.get("GPU") for node in nodes) else "cpu"
 
 
 def config_of_model(folder: Path) -> Path:
-    """Return the file that every folder of a model, or of an adapter, has."""
+    """Return the config file of a model or adapter folder. Every such folder has one."""
     return folder / (ADAPTER_CONFIG if is_adapter(folder) else "config.json")
 
 
 def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> None:
-    """Raise PlacementError unless every node sees the run directory and the model's folder as this process does.
+    """Raise PlacementError unless every node sees the run directory and the model's folder under the same paths.
 
-    The ranks themselves write checkpoints and logs. model: None for a model of the hub.
+    The ranks write checkpoints and logs there. model: None for a model of the hub.
     """
     probe = run / f".shared-{token_hex(4)}"
     text = token_hex(16)

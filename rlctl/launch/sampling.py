@@ -1,6 +1,6 @@
-"""The parts of a run that sample and score: rewards, environments, engines, and the refit that brings them weights.
+"""Assembly of the parts of a run that sample and score: rewards, environments, engines, and the refit.
 
-A GRPO run has these parts, and so does an SFT run that is validated by a recipe.
+A GRPO run has these parts. An SFT run has them if a recipe validates it.
 """
 
 from collections.abc import Callable
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from rlctl.rollout.types import Decode
     from rlctl.training.trainer_group import TrainerGroup
 
-# Bytes of shared memory for a run's data other than the weights in transit.
+# Bytes of shared memory that a run needs besides the weights in transit.
 _BESIDE_BYTES = 16 << 20
 
 
 def user_processes(
     config: GrpoConfig, logs: Path, emit: Emit, stack: ExitStack
 ) -> "tuple[Scorer, EnvironmentPool | None]":
-    """Return the rewards, and the environments if rollouts have turns. `stack` ends their processes.
+    """Start the processes of rewards, and of environments if rollouts have several turns. `stack` ends them.
 
-    Call it before Ray starts, which changes this process's variables.
+    Call this before Ray starts, because Ray changes this process's environment variables.
     """
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.episode_setup import environment_pool
@@ -58,10 +58,10 @@ def user_processes(
 
 @dataclass
 class SamplingParts:
-    """Parts that sample and score. The methods are called in the order in which they stand here."""
+    """Parts that sample and score. The methods are called in the order of their definition."""
 
     session: Session
-    # The config that the engines sample by, settled. An SFT run's recipe has its own.
+    # Settled GRPO config by which the engines sample. In an SFT run it is the recipe's.
     settled: SettledGrpo
     files: ModelFiles
     scorer: "Scorer"
@@ -69,17 +69,19 @@ class SamplingParts:
     environments: "EnvironmentPool | None"
     chat: Chat = field(init=False)
     ends: EndTokens = field(init=False)
-    # None without environments.
+    # Facts about the environments after `try_on`; None without environments.
     setup: "EpisodeSetup | None" = None
     pool: "GeneratorPool" = field(init=False)
 
     @property
     def config(self) -> GrpoConfig:
-        """The config that the engines sample by."""
+        """GRPO config by which the engines sample."""
         return self.settled.config
 
     def try_on(self, first: Task) -> None:
-        """Begin an episode of a task, and try the rewards on it. Raises UnusableEnvironmentError or RewardError."""
+        """Begin an episode of the first task and call the rewards on it. Raises UnusableEnvironmentError or
+        RewardError.
+        """
         from rlctl.rollout.scoring import sample_item
 
         session = self.session
@@ -96,7 +98,7 @@ class SamplingParts:
                 self.scorer.try_on_sample(sample_item(first))
 
     def start_engines(self, allocation: Allocation) -> "GeneratorPool":
-        """Start the engines without waiting for them. They are given the tokens that end an answer."""
+        """Start the engines without waiting until they are ready. They stop an answer at the tokens of `ends`."""
         from rlctl.generation.generator_pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
 
@@ -113,7 +115,7 @@ class SamplingParts:
         return self.pool
 
     def connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
-        """Open the refit from the trainer to the engines."""
+        """Set up the refit, which sends weights from trainer ranks to engines."""
         from rlctl.launch.worker_specs import refit_options
         from rlctl.refit.by_node import RefitByNode
         from rlctl.refit.refit import Refit
@@ -131,10 +133,10 @@ class SamplingParts:
             self.pool.connect(Refit(trainer.group, refit_options(self.settled, placement, folder)))
 
     def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutRunner]":
-        """Return the dispatcher and the runner of rollouts; `stack` closes both."""
+        """Create the dispatcher and the runner of rollouts. `stack` closes both."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
-        # With a filter, a step ends once enough groups teach something. The step does not wait for the other groups.
+        # With a filter a step ends once enough groups pass, so the dispatcher does not wait for the other groups.
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         events = self.environments.events if self.environments else None
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, events, together=together)
@@ -145,18 +147,18 @@ class SamplingParts:
 
     @property
     def score(self) -> "GroupScorer":
-        """Scorer of groups. Rewards get texts without special tokens."""
+        """Scorer of groups. It gives rewards text without special tokens."""
         from rlctl.rollout.scoring import GroupScorer
 
         return GroupScorer(self.scorer, decoder(self.chat.tokenizer, special=False))
 
     @property
     def decode(self) -> "Decode":
-        """Function from tokens to text, with special tokens, for records."""
+        """Function from tokens to text with special tokens, for the records of rollouts."""
         return decoder(self.chat.tokenizer, special=True)
 
     def _new_transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
-        """Make a folder for weights in transit, with room for two copies. make_folder: as `Allocation.folder`."""
+        """Create a folder for weights in transit, with room for two copies. make_folder: see `Allocation.folder`."""
         nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
         root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:
@@ -170,9 +172,9 @@ class SamplingParts:
 
 
 def held_out_tasks(settled: SettledGrpo, chat: Chat, emit: Emit) -> list[Task]:
-    """Return the tasks that a validation samples, read and tokenized. Raises DataError, also for too long prompts.
+    """Read and tokenize the tasks of a validation. Raises DataError for a bad row or a prompt that is too long.
 
-    emit: writes an event for each thing in the rows that a person should look at.
+    emit: called with a `warning` event for each finding in the rows.
     """
     config = settled.config
     loaded = [load_prompts(config, part.section, chat, part.rows) for part in part_of(config, "validation")]
@@ -193,10 +195,10 @@ def make_runner(
     *,
     trains: bool,
 ) -> "RolloutRunner":
-    """Return the player of rollouts: of one turn, or of episodes if there are environments. setup: of these
-    environments.
+    """Return the runner of rollouts. Its player depends on the config: one turn, a rollout function, an agent, or
+    episodes.
 
-    trains: True if a trainer learns from the rollouts.
+    setup: facts about the environments. trains: True if a trainer learns from the rollouts.
     """
     from rlctl.rollout.runner import RolloutRunner
 
@@ -229,7 +231,7 @@ def make_runner(
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:
-    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
+    """Raise DataError if a prompt plus `answer` tokens exceeds the model's `length`, all in tokens."""
     longest = max(tasks, key=lambda task: len(task.tokens))
     if len(longest.tokens) + answer > length:
         raise DataError(
@@ -239,11 +241,11 @@ def check_room(tasks: list[Task], answer: int, length: int) -> None:
 
 
 def shared_memory(nbytes: int = 0) -> str | None:
-    """Return the folder of shared memory if it has room for that number of bytes, else None."""
+    """Return the folder of shared memory if it has more than `nbytes` bytes free, else None."""
     return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
 
 
 def decoder(tokenizer: Any, special: bool) -> "Decode":
-    """Return a function from rows of tokens to texts. special: keep special tokens."""
+    """Return a function from lists of token ids to texts. special: keep special tokens in the text."""
     fast = tokenizer.backend_tokenizer
     return lambda rows: fast.decode_batch(rows, skip_special_tokens=not special)

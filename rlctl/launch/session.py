@@ -1,7 +1,7 @@
-"""The session of a run: its directory, events, dashboard, Ctrl-C, restarts and exit code, for any algorithm.
+"""Session of a run for any algorithm: its directory, events, dashboard, Ctrl-C, restarts and exit code.
 
-Every end leaves a `run_ended` event, the next commands to type, and no process behind.
-Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
+However a run ends, it emits a `run_ended` event with the next commands to type, and leaves no process. Exit codes: 0
+done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
 """
 
 import contextlib
@@ -45,57 +45,57 @@ from rlctl.utils.safe_text import neutral
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.waits import Waits
 
-# Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
+# Errors whose message is enough for the user. Any other error is a bug of rlctl, and its traceback is needed.
 _EXPLAINED = (OSError, RuntimeError, AdvantageError)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_PAUSE_S = 60.0
-# The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
+# Seconds to wait for the run's lock. The command that submits a job releases the lock after Ray has accepted the job,
+# and the driver may start earlier.
 _HANDED_OVER_S = 30.0
-# Words for the end of a run whose steps have not begun.
+# Text for the end of a run before its first step.
 _NOT_BEGUN = "ending the start, with nothing new to save"
-# Disk space kept for the last events, a traceback and a summary's files.
+# Bytes of disk space reserved for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
-# Exit code of a run that its input ended.
+# Exit code of a run that ends because its input is wrong.
 _BAD_INPUT = 2
 
 
 @dataclass
 class Session:
-    """State of a run while it lasts."""
+    """State of a running run."""
 
     settled: Settled
-    # The config as YAML.
+    # Resolved config as YAML.
     resolved: str
     run_dir: RunDir
     events: EventLog
     recorder: RunRecorder
     interrupts: Interrupts
     reserve: Reserve
-    # True if there was an attempt before.
+    # True if the run had an attempt before this one.
     resumed: bool
     waits: Waits
-    # Ends the process at once, with `lost` as the reason of the run's end. From any thread.
+    # Ends the process at once, with `lost` as the reason. May be called from any thread.
     give_up: Callable[[], None]
     attempts: int = 1
-    # Reason to end the run after its step, with a checkpoint; for example, Ray's head is gone.
+    # Reason to end the run after its step with a checkpoint, for example that Ray's head is gone; else empty.
     lost: str = ""
-    # The checkpoint to continue from.
+    # Checkpoint to continue from; None: from the start.
     checkpoint: Checkpoint | None = None
     # Damaged checkpoints that are newer than `checkpoint`: folder -> its problem in one line.
     damaged: dict[Path, str] = field(default_factory=dict)
-    # Seconds of each part of the start-up of this attempt.
+    # Part of this attempt's start-up -> its seconds.
     startup: dict[str, float] = field(default_factory=dict)
-    # Begin of this attempt, by `time.monotonic`. The first attempt began with the process.
+    # Start of this attempt by `time.monotonic`. The first attempt starts with the process.
     start_time: float = field(default_factory=lambda: time.monotonic() - age_s())
-    # The command that begins the run again, if no checkpoint is whole.
+    # Command that starts the run from the beginning, if all checkpoints are damaged; else empty.
     begin_command: str = ""
-    # True if a resumed run would end by the same mistake: the input is wrong, or the run failed before it saved
-    # anything.
+    # True if a resumed run would fail in the same way: the input is wrong, or the run failed before its first
+    # checkpoint.
     fails_again: bool = False
-    # True while the run makes steps: a first signal then waits for the end of the step.
+    # True once the steps have begun. A first signal then ends the run after its step.
     training: bool = False
-    # After a loss of nodes: sizes of the run that fit the nodes that are left, the largest first. Empty if none is
-    # known.
+    # After a loss of nodes: sizes of the run that fit the remaining nodes, the largest first. Empty if none is known.
     smaller: list[ResourceRequest] = field(default_factory=list)
 
     @property
@@ -105,16 +105,16 @@ class Session:
 
     @property
     def start(self) -> int:
-        """Number of steps already done."""
+        """Number of steps done before this attempt."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
     def logs(self) -> Path:
-        """Folder of this attempt's logs, one file a process."""
+        """Folder of this attempt's logs, with one file per process."""
         return self.run_dir.logs.resolve()
 
     def find_checkpoint(self) -> None:
-        """Set `checkpoint` to the newest whole one, and report newer damaged ones. Raises NoWholeCheckpoint."""
+        """Set `checkpoint` to the newest undamaged one, and warn about newer damaged ones. Raises NoWholeCheckpoint."""
         with self.starting("checkpoint"):
             try:
                 newest = self.recorder.checkpoints.newest_whole()
@@ -132,9 +132,9 @@ class Session:
             self.events.emit("warning", what=line)
 
     def depend_on(self, made_with: dict[str, Any]) -> None:
-        """Save `made_with` with each checkpoint.
+        """Save `made_with`, the fingerprint of config and model, with each checkpoint.
 
-        Raises RunDirError if the checkpoint to continue from contradicts `made_with`.
+        Raises RunDirError if the checkpoint to continue from was made with contradicting values.
         """
         self.recorder.made_with = made_with
         if self.checkpoint:
@@ -156,9 +156,9 @@ class Session:
             raise DataError(f"data.train.path: {path_text(self.config.data.train.paths)}: {reason}")
 
     def go_on(self) -> None:
-        """Commit to this attempt once the checkpoint is loaded.
+        """Commit the run's directory to this attempt after the checkpoint is loaded.
 
-        Its config becomes the run's, metrics after the checkpoint are cut off, damaged checkpoints are set aside.
+        In a resumed run this writes config.yaml, removes metrics after the checkpoint, and renames damaged checkpoints.
         """
         if self.resumed:
             # A run without a checkpoint validates step 0 again.
@@ -169,20 +169,20 @@ class Session:
 
     @property
     def ending(self) -> str:
-        """Words that tell a user how the run ends after a signal."""
+        """Text that tells the user how the run ends after a signal."""
         return "finishing this step and saving" if self.training else _NOT_BEGUN
 
     def stops(self) -> bool:
-        """Return True if the run is to end after its step."""
+        """Return True if the run must end after its step."""
         return self.interrupts.is_requested or bool(self.lost)
 
     def lose(self, reason: str) -> None:
-        """End the run after its step, as failed. May be called from any thread."""
+        """Let the run end after its step, as failed with this reason. May be called from any thread."""
         self.lost = reason
         self.events.emit("warning", what=f"{reason}: {self.ending}")
 
     def begin_again(self) -> None:
-        """Start the next attempt in this process. It continues as a resume does."""
+        """Start the next attempt in this process. It continues from the newest checkpoint, like a resumed run."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
         self.resumed = True
@@ -193,15 +193,17 @@ class Session:
         self.attempts += 1
 
     def end_start(self) -> None:
-        """Emit the end of the start-up: its seconds since the command, and those of its parts, which overlap."""
+        """Emit `started` with the seconds of the start-up, and of its parts. Parts run in parallel, so their sum is
+        larger.
+        """
         self.training = True
         self.events.emit("started", seconds=time.monotonic() - self.start_time, parts=self.startup)
 
     @contextlib.contextmanager
     def starting(self, part: str) -> Iterator[None]:
-        """Emit startup events around a part of the start-up, with the seconds it took."""
+        """Emit `startup` events at the begin and end of a part of the start-up, the last with its seconds."""
         if self.interrupts.is_requested:
-            # There is nothing to save yet.
+            # End at once: there is nothing to save yet.
             raise KeyboardInterrupt
         if self.lost:
             raise RuntimeError(self.lost)
@@ -209,7 +211,7 @@ class Session:
         begin = time.perf_counter()
         yield
         if self.interrupts.is_requested and threading.current_thread() is not threading.main_thread():
-            # The main thread has ended the start, and perhaps the run.
+            # The main thread has already ended the start-up, and perhaps the run.
             raise KeyboardInterrupt
         self.startup[part] = time.perf_counter() - begin
         self.events.emit("startup", what=part, seconds=self.startup[part])
@@ -222,9 +224,10 @@ def run_session(
     body: Callable[[Session], None],
     on_directory: Callable[[RunDir], None] | None = None,
 ) -> int:
-    """Run `body` in a new session and return the exit code. resolved: the config as YAML, kept with the run.
+    """Run `body` in a new session and return the exit code. resolved: the config as YAML, saved in the run's directory.
 
-    on_directory: called once the run has its directory. Raises RunDirError for one that cannot be used as asked.
+    on_directory: called once the run has its directory. Raises RunDirError if the directory cannot be used, for example
+    because it is in use.
     """
     config = settled.config
     with contextlib.ExitStack() as stack:
@@ -241,7 +244,7 @@ def run_session(
             if view:
                 view.give_back(f"{reason}; go on: {go_on}")
             if events and not (view and view.end):
-                # A separate writer emits the event: the interrupted thread may hold the lock of the session's writer.
+                # A new EventLog writes the event, because the interrupted thread may hold the lock of the session's.
                 EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[go_on])
 
         def last_words() -> None:
@@ -257,7 +260,7 @@ def run_session(
 
         try:
             run_dir = stack.enter_context(claim_run_dir(config, resume))
-            # The handler is set before the folder becomes a run's directory, so that every run's end has an event.
+            # The signal handler is set before config.yaml exists, so that every run emits an event at its end.
             interrupts = stack.enter_context(Interrupts(notify, last_words))
             if resume is None:
                 write_whole(run_dir.config, resolved)
@@ -270,7 +273,7 @@ def run_session(
         go_on = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         start_time = events.now()
-        # Trackers get the config as it is on disk: values from the environment may be secret.
+        # Trackers get the config as on disk, without values from the environment, which may be secret.
         trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
         metrics = MetricsLog(run_dir.metrics, events, trackers)
         recorder = RunRecorder(run_dir, events, metrics, config)
@@ -295,7 +298,7 @@ def run_session(
 
 
 def _end_session(session: Session, status: str, reason: str) -> dict[str, Any]:
-    """Close the files of a session, emit the end of the run, and return its event."""
+    """Close the files of a session, emit `run_ended`, and return that event."""
     session.waits.close()
     metrics = session.recorder.metrics
     metrics.close()
@@ -312,9 +315,9 @@ def _end_session(session: Session, status: str, reason: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def claim_run_dir(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
-    """Make or find the run's directory, and lock it until the block is left.
+    """Create or find the run's directory, and lock it until the block is left.
 
-    Raises RunDirError if a driver on this machine is at work in it: two would ruin it.
+    Raises RunDirError if another driver on this machine uses the directory, because two drivers would corrupt it.
     """
     if resume is None:
         root = Path(config.run.dir)
@@ -334,14 +337,14 @@ def claim_run_dir(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
 
 
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:
-    """Begin new logs with the config of this attempt, and write the metrics that rlctl declares."""
+    """Create the log folder of a new attempt with its config, and write the table of rlctl's metrics."""
     run_dir.start_attempt()
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
     write_rows(run_dir.metric_rows, installed_rows().rows)
 
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
-    """Run the body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times.
+    """Run `body`. After a loss of processes run it again from the newest checkpoint, at most `run.max_restarts` times.
 
     Returns (exit code, status, reason).
     """
@@ -361,7 +364,7 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
             return _fail(session, str(error), error.exit_code)
         except KeyboardInterrupt:
             if session.lost:
-                # A cluster whose head is gone also asks its drivers to stop.
+                # The interrupt came from the cluster, which stops its drivers when its head is gone.
                 return _fail(session, session.lost, 1)
             return 130, session.interrupts.status, session.interrupts.by
         except Exception as error:
@@ -396,7 +399,7 @@ def _sleep(session: Session, seconds: float) -> None:
 
 
 def _fail(session: Session, reason: str, code: int) -> tuple[int, str, str]:
-    """Report the failure of a run. Return what `_run` returns."""
+    """Emit the run's error. Return (exit code, status, reason) as `_run` does."""
     session.reserve.release()
     session.events.emit("error", what=reason)
     return code, "failed", reason
@@ -410,7 +413,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _has_no_room(reason: str) -> bool:
-    """Return True if a reason names a full disk or a used-up quota. An error from a worker has the words alone."""
+    """Return True if `reason` names a full disk or an exceeded quota. A worker's error has a text and no errno."""
     return any(os.strerror(code) in reason for code in _FULL)
 
 

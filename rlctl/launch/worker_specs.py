@@ -1,4 +1,4 @@
-"""Specs of a run's processes, made from its config and placement."""
+"""Specs of a run's trainer ranks and engines, built from its config and placement."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,8 @@ from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits
 
-# Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
-# 0.25.1, H200, one run); with room the same requests went through.
+# Tokens that an engine's longest sequence has beyond the longest request. Without them, Qwen3-8B under CUDA graphs
+# ended in an illegal memory access (vLLM 0.25.1, H200, one run). With them the same requests succeeded.
 _ROOM = 16
 
 
@@ -32,7 +32,7 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
     """Return the spec of every trainer rank."""
     config = settled.config
     placement = allocation.placement
-    # Without engines on the device, nothing needs to move.
+    # Optimizer state moves for generation only if engines share the device.
     for_engines = config.trainer.offload_optimizer_for_generation and settled.shares_devices
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
@@ -40,7 +40,7 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
     if updates:
         first, last = updates
         profile = ProfileSpec(str(session.run_dir.path / "profile"), first, last)
-    # The reference is the policy's model at version 0: the base, or the adapter that the run starts from.
+    # The reference is the policy at weight version 0: the base model, or the adapter that the run starts from.
     folders: dict[Role, str] = {"reference": files.adapter or files.folder}
     roles = {role: RoleModel(folders[role]) for role in settled.frozen_roles}
     specs = []
@@ -73,20 +73,20 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
 
 
 def _copies(section: CheckpointSection) -> Copies:
-    """Return what checkpoints of a run copy to the host."""
+    """Return the parts of a checkpoint that ranks copy to host memory to write them while training goes on."""
     if not (section.beside_training and (section.every or section.at_end)):
         return "nothing"
     return "state and export" if section.export else "state"
 
 
 def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, TrainingFlops]:
-    """Return the trainer's device name, and the FLOPs of training a token. facts: `TrainerGroup.info()`."""
+    """Return the trainer's device name, and the FLOPs to train one token. facts: result of `TrainerGroup.info()`."""
     flops = TrainingFlops(facts["active_parameters"], files.facts.attention, facts["adapter_parameters"])
     return facts["device_name"], flops
 
 
 def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
-    """Return the slot of each engine. waits: explains to the user a call that an engine does not answer."""
+    """Return the node and environment of each engine. waits: explains slow calls to the user."""
     reads = transport_of(settled, allocation.placement) == "ipc"
     engine_environment = engine_kind(settled.config.generation.engine.name).environment
     device = allocation.placement.device
@@ -99,7 +99,7 @@ def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> 
 
 
 def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
-    """Return the spec that every engine is built from. stops: the tokens that end an answer."""
+    """Return the spec of the run's engines, the same for all. stops: ids of the tokens that end an answer."""
     config = settled.config
     generation = settled.generation
     longest = settled.max_length
@@ -127,13 +127,15 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
         adapters=settled.adapters or files.adapters,
-        # In a run, a refit brings the adapters to the engine.
+        # If the run trains adapters, a refit sends them to the engine.
         adapter_folder=None if settled.adapters else files.adapter,
     )
 
 
 def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> RefitOptions:
-    """Return the options of a refit on these devices, with a value for every `auto` that asks no device."""
+    """Return the options of a refit for this placement. Each `auto` has a value, except `mode`: it depends on free
+    memory.
+    """
     config = settled.config
     refit = config.refit
     is_single = config.trainer.num_ranks == config.generation.num_engines * config.generation.tensor_parallel_size == 1
@@ -146,7 +148,7 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
         timeout_s=refit.timeout_s,
         folder=folder,
         checks=settled.checksum,
-        # Adapters are small tensors, which one kernel packs: engines need not convert each by itself.
+        # Not with adapters: they are small tensors, and one kernel packs them all.
         colocated=placement.shared and placement.device != "cpu" and not config.lora and is_single,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
         adapters=config.lora is not None,
@@ -155,9 +157,9 @@ def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> Re
 
 
 def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:
-    """Return the environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
-    # Waiting threads sleep: spinning ones take a busy machine's cores from each other: a step of 0.4 s took 2 to 3 s
-    # with other work. On a quiet machine neither costs anything measurable.
+    """Return the environment variables of a trainer rank's process. devices: its GPUs; empty on a CPU."""
+    # PASSIVE: waiting OpenMP threads sleep. On a busy machine spinning threads take cores from each other, and a step
+    # of 0.4 s took 2 to 3 s. On an idle machine both are equally fast.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
     if devices:
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
