@@ -1,8 +1,8 @@
-"""PEFT's folders of adapters, read and written: adapter_config.json and adapter_model.safetensors.
+"""Reading and writing of PEFT's adapter folders: adapter_config.json and adapter_model.safetensors.
 
-A folder names its base model. Its tensors are PEFT's: `base_model.model.`, the module's name, `lora_A.weight`. Where
-the base is a text model inside a vision-language one, modules have the names that they have there. torch is imported by
-the functions that read or write tensors alone.
+A folder names its base model. A tensor's name is PEFT's: `base_model.model.`, the module's name, `.lora_A.weight`. If
+the base is a vision-language model, the module names are those of the whole model. Only functions that read or write
+tensors import torch.
 """
 
 import json
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 WEIGHTS = "adapter_model.safetensors"
 _NEEDED = ("peft_type", "base_model_name_or_path", "r", "lora_alpha")
-# Largest rank and alpha; published ones are below 10,000.
+# Largest allowed rank and alpha. Published adapters have values below 10,000.
 _LARGEST_RANK = 1_000_000
 _PREFIX = "base_model.model."
-# Keys of adapter_config.json that change the product, with the values that leave it as it is.
+# Key of adapter_config.json -> its values with plain LoRA. Other values change how an adapter is computed, and are
+# refused.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "modules_to_save": (None, []),
@@ -44,13 +45,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "megatron_config": (None,),
-    # Others shift the base, or cost a decomposition of it.
+    # Other initializations change the base weights, or need their decomposition.
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
 }
-# File with the digest of the base's weights. The metadata of safetensors has no fixed order: equal adapters would be
-# unequal files.
+# File with the digest of the base's weights. It is no metadata of the safetensors file, because metadata has no fixed
+# order, and equal adapters would give different files.
 _BASE = "rlctl_base.json"
-# Key of `digest_of_weights` there. Earlier folders have `digest`, of both ends of the files alone: it is not compared.
+# Key of the digest in `_BASE`, see `digest_of_weights`. The key `digest` of older folders is ignored: it covers only
+# both ends of each file.
 _DIGEST = "sampled"
 
 
@@ -58,7 +60,7 @@ _DIGEST = "sampled"
 class AdapterConfig:
     """Contents of adapter_config.json."""
 
-    # Folder or hub name of the model that it adapts.
+    # Folder or hub name of the base model.
     base: str
     rank: int
     alpha: float
@@ -67,7 +69,7 @@ class AdapterConfig:
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Return the config of an adapter's folder. Raises ModelError for one that is no plain LoRA."""
+    """Return the config of an adapter folder. Raises ModelError if the adapter is no plain LoRA."""
     file = folder / ADAPTER_CONFIG
     raw = read_object(file)
     if lacking := [key for key in _NEEDED if key not in raw]:
@@ -90,16 +92,16 @@ def read_config(folder: Path) -> AdapterConfig:
 
 
 def base_digest(folder: Path) -> str | None:
-    """Return the digest of the weights that the adapter was trained on, if rlctl wrote it."""
+    """Return the digest of the base weights that the adapter was trained on; None if rlctl did not write the folder."""
     with suppress(ModelError, KeyError):
         return str(read_object(folder / _BASE)[_DIGEST])
     return None
 
 
 def read_spec(folder: Path, linears: Sequence[LinearLayer]) -> AdapterSpec:
-    """Return the adapters of a folder for a model with these linear layers.
+    """Return the spec of the adapters in a folder, for a model with these linear layers.
 
-    Raises ModelError for a tensor without a place in the model, or of another shape.
+    Raises ModelError for a tensor that has no linear layer in the model, or another shape.
     """
     config = read_config(folder)
     file = folder / WEIGHTS
@@ -126,7 +128,7 @@ def read_spec(folder: Path, linears: Sequence[LinearLayer]) -> AdapterSpec:
 
 
 class AdapterFile:
-    """Tensors of an adapter's folder, by the names of `AdapterTensor`."""
+    """Tensors of an adapter folder, read by the names of `AdapterTensor`."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -135,18 +137,18 @@ class AdapterFile:
         self._file: Any = safe_open(folder / WEIGHTS, framework="pt")
 
     def tensor(self, name: str) -> "Tensor":
-        """Return a whole tensor, float32. Raises KeyError."""
+        """Return a whole tensor as float32. Raises KeyError."""
         tensor: Tensor = self._file.get_tensor(self._names[name])
         return tensor.float()
 
     def read_into(self, rows: "Iterable[TensorRow]", target: "Tensor") -> None:
-        """Fill `target`, a whole parameter, from its row."""
+        """Fill `target`, a whole parameter, with the tensor of its row."""
         for row in rows:
             target.copy_(self.tensor(row.name))
 
 
 def check_trainable(folder: Path, spec: AdapterSpec) -> None:
-    """Raise ModelError for a layer whose A and B are all zero: neither would ever have a gradient."""
+    """Raise ModelError for a layer whose A and B are both all zero, because neither would ever get a gradient."""
     file = AdapterFile(folder)
     for target in spec.targets:
         if not file.tensor(target.name + LORA_A).any() and not file.tensor(target.name + LORA_B).any():
@@ -155,7 +157,7 @@ def check_trainable(folder: Path, spec: AdapterSpec) -> None:
 
 
 def open_weights(folder: Path) -> "AdapterFile | WeightFiles":
-    """Return the tensors of an adapter's folder, or of a model's. Raises as `WeightFiles`."""
+    """Open the tensors of an adapter folder or of a model folder. Raises ModelError like `WeightFiles`."""
     from rlctl.models.hf_folder import WeightFiles
 
     return AdapterFile(folder) if is_adapter(folder) else WeightFiles(folder)
@@ -170,9 +172,10 @@ def write_adapter(
     tensors: Iterable[tuple[AdapterTensor, "Tensor"]],
     place: tuple[str, str] = ("", ""),
 ) -> None:
-    """Write a folder that PEFT, transformers and vLLM load.
+    """Write an adapter folder that PEFT, transformers and vLLM can load.
 
-    base: the model's folder or hub name. place: see `meta_model.text_in_whole`. Raises OSError.
+    base: folder or hub name of the base model. digest: of its weights. place: prefixes of module names, see
+    `meta_model.text_in_whole`. Raises OSError.
     """
     from rlctl.models.hf_folder import save_tensors
 
@@ -212,7 +215,9 @@ def write_adapter(
 
 
 def _shortest_names(spec: AdapterSpec, linears: Sequence[LinearLayer]) -> list[str]:
-    """Return the targets' last names where these name no other linear layer, else their whole names."""
+    """Return names for `target_modules`: last parts such as q_proj if they match no other linear layer, else full
+    names.
+    """
     names = {target.name for target in spec.targets}
     last_names = {name.rpartition(".")[2] for name in names}
     for linear in linears:

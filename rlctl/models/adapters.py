@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) as plain data: targets, scale, and the names of their tensors.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) as plain data: target layers, scale, and tensor names. No torch.
 
-An adapted linear layer computes y + ((x A^T) B^T) * scale, with y the frozen layer's output. Trainer and engine compute
-it in this order, with A and B rounded to the compute dtype. Names are transformers' module names plus PEFT's suffixes.
-No torch.
+An adapted linear layer computes y + ((x A^T) B^T) * scale, where y is the frozen layer's output. Trainer and engine
+both compute in this order, with A and B rounded to the compute dtype. A tensor's name is transformers' module name plus
+PEFT's suffix.
 """
 
 import math
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from rlctl.config.errors import did_you_mean
 from rlctl.models.layer_kinds import LinearLayer
 
-# Part of a module's name inside a vision-language model, which the text model alone lacks.
+# Part of a module's name in a vision-language model. The same module of the text model does not have this part.
 _INSIDE = "language_model."
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-# Targets by a word.
+# Word in `lora.targets` -> the parts of a layer that it selects.
 WORDS = {"all": ("attention", "mlp"), "attention": ("attention",), "mlp": ("mlp",)}
-# Reason why a linear layer of each further part has no adapter.
+# Part of a layer -> reason why its linear layers get no adapter.
 _REFUSED_PARTS = {
     "experts": "is in a mixture of experts, whose experts and router get no adapters",
     "states": "is in a layer with states, whose fused kernels read the weight and pass an adapter by",
@@ -26,7 +26,7 @@ _REFUSED_PARTS = {
     "other": "is neither of an attention nor of an MLP",
 }
 
-# The same of modules outside the layers, or that are no linear layer, by a word of their names.
+# Word in a module's name -> reason why the module gets no adapter. These modules are outside the layers, or not linear.
 _NO_LINEAR = {
     "lm_head": "is the output: it and the embedding, tied or not, get no adapters",
     "embed_tokens": "is the embedding, which gets no adapter",
@@ -40,10 +40,10 @@ _NO_LINEAR = {
 class AdapterTensor:
     """One tensor of an adapter."""
 
-    # As a refit and a checkpoint have it.
+    # Name in a refit and in a checkpoint.
     name: str
     shape: tuple[int, int]
-    # Linear layer, and side of the product: A [rank, inputs], B [outputs, rank].
+    # Name of the adapted linear layer. is_a: True for A [rank, inputs], False for B [outputs, rank].
     target: str
     is_a: bool
 
@@ -54,16 +54,16 @@ class AdapterSpec:
 
     rank: int
     alpha: float
-    # Scale by the root of the rank (rsLoRA, arXiv 2312.03732).
+    # True: divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732).
     rslora: bool
-    # Share of the inputs of A that are 0 in training.
+    # Probability that an input of A is set to 0 in training.
     dropout: float
-    # In the order of the model's layers.
+    # Adapted linear layers, in the order of the model's layers.
     targets: tuple[LinearLayer, ...]
 
     @property
     def scale(self) -> float:
-        """Factor of the adapter's product."""
+        """Factor by which the adapter's output is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
@@ -79,21 +79,22 @@ class AdapterSpec:
 
     @property
     def parameters(self) -> int:
-        """Numbers of all tensors."""
+        """Number of trained parameters: the elements of all A and B."""
         return self.rank * sum(linear.inputs + linear.outputs for linear in self.targets)
 
 
 def text_name(name: str) -> str:
-    """Return the name that a module of a vision-language model's text has in the text model alone."""
+    """Return the name in the text model for a module name in the vision-language model."""
     return name.replace(_INSIDE, "", 1)
 
 
 def choose_targets(
     linears: Sequence[LinearLayer], targets: str | Sequence[str]
 ) -> tuple[tuple[LinearLayer, ...], list[str]]:
-    """Return the linear layers to adapt, and the problem with each name that cannot be one.
+    """Return the linear layers to adapt, and a problem for each name in `targets` that selects none.
 
-    linears: `ModelSizes.linears`. targets: a key of `WORDS`, or ends of module names such as q_proj or mlp.up_proj.
+    linears: `ModelSizes.linears`. targets: a key of `WORDS`, or a list of ends of module names, for example q_proj or
+    mlp.up_proj.
     """
     if isinstance(targets, str):
         chosen = tuple(linear for linear in linears if linear.part in WORDS[targets])
@@ -114,7 +115,7 @@ def choose_targets(
 
 
 def _why_no_match(target: str, linears: Iterable[LinearLayer]) -> str:
-    """Return why a name is that of no linear layer, with the names that there are."""
+    """Return why `target` matches no linear layer, with the names that the model has."""
     for word in target.split("."):
         if word in _NO_LINEAR:
             return f"{target} {_NO_LINEAR[word]}"
@@ -125,6 +126,6 @@ def _why_no_match(target: str, linears: Iterable[LinearLayer]) -> str:
 
 
 def _why_none(linears: Iterable[LinearLayer]) -> str:
-    """Return why linear layers get no adapters, the first of each kind."""
+    """Return why this model's linear layers get no adapters, with one example for each reason."""
     first = {linear.part: linear.name for linear in reversed(list(linears)) if linear.part in _REFUSED_PARTS}
     return "; ".join(f"{name} {_REFUSED_PARTS[part]}" for part, name in first.items()) or "it has none at all"

@@ -1,4 +1,4 @@
-"""The forms of packed attention: flash and flex attention on a GPU, SDPA and row blocks everywhere.
+"""Implementations of packed attention: flash and flex attention on GPUs; SDPA and blocks of rows on any device.
 
 Shapes are those of `packed_attention`: queries [T, heads, dim], keys [T, kv_heads, dim], values [T, kv_heads, v_dim].
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
-# Largest head of the flash kernel (FlashAttention 2 and 3).
+# Largest head size that the flash kernel supports (FlashAttention 2 and 3).
 FLASH_MAX_DIM = 256
-# Scores that one block of rows may have: 64 MiB in float32.
+# Most attention scores in one block of query rows: 64 MiB in float32.
 _BLOCK_SCORES = 2**24
-# Rows and columns of a block that flex attention computes or skips.
+# Rows and columns of a tile. Flex attention computes or skips whole tiles.
 _TILE = 128
-# Tokens of the smallest shape that flex attention is compiled for.
+# Tokens of the smallest padded pack for which flex attention is compiled.
 _SMALLEST = 1024
 
 
 def _varlen_options() -> dict[str, Any]:
-    """Return the kernel's options for causality (torch 2.10: is_causal, later window_size) and GQA, where it has it."""
+    """Return the kernel's arguments for causality (torch 2.10: is_causal, later: window_size) and for GQA."""
     parameters = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
     if "enable_gqa" in parameters:
@@ -33,7 +33,7 @@ def _varlen_options() -> dict[str, Any]:
     return options
 
 
-# The signature is read once: compiled code must not read it.
+# Read once, because compiled code must not inspect a signature.
 _VARLEN = _varlen_options()
 FLASH_HAS_WINDOWS = "window_size" in _VARLEN
 
@@ -41,9 +41,9 @@ FLASH_HAS_WINDOWS = "window_size" in _VARLEN
 def flash(
     queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, max_len: int, scale: float, window: int | None
 ) -> Tensor:
-    """Attend by torch's variable-length flash kernel: half precision, heads of at most FLASH_MAX_DIM.
+    """Compute attention by torch's variable-length flash kernel, in half precision, with heads up to FLASH_MAX_DIM.
 
-    The kernel takes one head size for queries, keys and values, a multiple of 8: shorter heads are padded with zeros.
+    The kernel needs one head size for queries, keys and values, a multiple of 8. Shorter heads are padded with zeros.
     """
     options = dict(_VARLEN)
     repeat = queries.shape[1] // keys.shape[1]
@@ -79,9 +79,9 @@ def attend_groups(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend by one padded call for all sequences whose lengths differ by a factor of at most two.
+    """Compute attention with one padded call for each group of sequences of similar length (factor of at most two).
 
-    Padding comes after the tokens, where causality hides it from them. Any device, dtype and head size; exact.
+    Exact, because causal attention never sees padding after the tokens. Works on any device, dtype and head size.
     """
     if softcap is None and sinks is None:
         attend = partial(_sdpa, scale=scale, window=window)
@@ -99,10 +99,10 @@ def attend_groups(
 
 
 def length_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (rows, is_real) of sequences whose lengths differ by a factor of at most two.
+    """Yield (rows, is_real) for each group of sequences whose lengths differ by a factor of at most two.
 
-    rows: int64 [S, L], tokens of the pack, beyond each sequence's end too; is_real: true where a token is the
-    sequence's own.
+    rows: int64 [S, L], token indices in the pack; padding is beyond a sequence's end. is_real: bool [S, L], not
+    padding.
     """
     starts = cu_seqlens[:-1].long()
     lengths = cu_seqlens.diff().long()
@@ -116,12 +116,12 @@ def length_groups(cu_seqlens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         longest = half
 
 
-# Shapes depend on data here, which torch.compile cannot follow.
+# torch.compile cannot handle shapes that depend on data.
 attend_groups_eagerly: Callable[..., Tensor] = torch.compiler.disable(attend_groups)  # type: ignore[no-untyped-call]
 
 
 def _sdpa(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend causally. queries, keys, values: [S, L, heads, dim]; returns [S, L, heads, v_dim]."""
+    """Compute causal attention by SDPA. queries, keys, values: [S, L, heads, dim]; returns [S, L, heads, v_dim]."""
     length = queries.shape[1]
     mask: dict[str, Any] = {"is_causal": True}
     if window is not None and window < length:
@@ -146,9 +146,9 @@ def _row_blocks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`_sdpa` with capped scores and sinks, a block of query rows at a time; the backward pass repeats each block.
+    """Compute `_sdpa` with capped scores and sinks, one block of query rows at a time.
 
-    sinks: [heads], one more logit in each softmax's sum, without a value.
+    The backward pass recomputes blocks. sinks: [heads], an extra logit in each softmax's denominator, without a value.
     """
     sequences, length, heads, _ = queries.shape
     kv_heads = keys.shape[2]
@@ -207,10 +207,10 @@ def flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend by torch's flex attention, compiled for a CUDA device: capped scores, sinks, any window.
+    """Compute attention by torch's flex attention, compiled for GPUs, with capped scores, sinks and any window.
 
-    Packs are padded to a power of two, so that few shapes are compiled. With z the log of a row's sum of exp(scores),
-    a sink s divides by exp(z) + exp(s): the output times sigmoid(z - s).
+    Packs are padded to a power of two tokens, so that few shapes are compiled. With z a row's logsumexp, a sink s
+    changes the softmax's denominator from exp(z) to exp(z) + exp(s): the output is multiplied by sigmoid(z - s).
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
@@ -233,11 +233,11 @@ def flex(
 
 
 def _pad_tokens(heads: Tensor, size: int) -> Tensor:
-    """Return [1, heads, size, dim] of [T, heads, dim]."""
+    """Return `heads` [T, heads, dim], padded to `size` tokens, as [1, heads, size, dim]."""
     return F.pad(heads, (0, 0, 0, 0, 0, size - len(heads))).transpose(0, 1)[None]
 
 
-# `flex` is compiled by itself: its block mask is made outside of any graph.
+# Flex attention is compiled separately: its block mask is created outside of a compiled graph.
 flex_eagerly: Callable[..., Tensor] = torch.compiler.disable(flex)  # type: ignore[no-untyped-call]
 
 
@@ -256,13 +256,13 @@ def _make_cap(softcap: float) -> Callable[..., Tensor]:
     return cap
 
 
-# All layers of a pack share a mask, one for each window; equal packs are the same tensor.
+# Cached: layers with the same window share a mask, and the layers of a pass get the same `cu_seqlens` tensor.
 @lru_cache(maxsize=4)
 def _block_mask(cu_seqlens: Tensor, size: int, window: int | None) -> Any:
-    """Return flex attention's block mask of a pack padded to `size`; each padding token sees itself.
+    """Return flex attention's block mask for a pack padded to `size` tokens. A padding token sees only itself.
 
-    `first`, the first key that a row sees, never falls, so that two comparisons tell of each block if any or all of
-    its scores count. The window is data: one compiled kernel serves all.
+    `first` has each row's first visible key and never decreases, so two comparisons decide if a tile has any or only
+    visible scores. The window is data: one compiled kernel serves all windows.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -293,6 +293,6 @@ def _block_mask(cu_seqlens: Tensor, size: int, window: int | None) -> Any:
 
 
 def _list_columns(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the number of its chosen columns, and all columns, chosen ones first: int32 [1, 1, ...]."""
+    """Return (number of chosen columns in each row, all columns of the row, chosen first), int32 [1, 1, ...]."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return chosen.sum(-1, dtype=torch.int32)[None, None], order[None, None]

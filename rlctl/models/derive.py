@@ -1,7 +1,7 @@
-"""Derivation of a model's facts: from transformers' class on the meta device, recorded rather than believed.
+"""Derivation of a model's facts, observed on transformers' class on the meta device instead of read from its config.
 
-`python -m rlctl.models.derive FOLDER` prints them as one line of JSON and keeps them for the next process. No weight is
-read. A model without the parts that training needs is refused with the part's name.
+`python -m rlctl.models.derive FOLDER` prints the facts as one line of JSON and caches them. No weight is read. A model
+that lacks a part needed in training is refused, and the message names the part.
 """
 
 import json
@@ -26,21 +26,21 @@ from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, pe
 from rlctl.models.weight_headers import DTYPES, weight_headers
 
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "seq_length")
-# Longest sequence of a model that states none, such as a state-space model.
+# Longest sequence of a model whose config has no limit, for example a state-space model.
 _ENDLESS = 1 << 20
-# Keys of the number of experts that a token is routed to.
+# Config keys with the number of experts per token.
 _ROUTED_KEYS = ("num_experts_per_tok", "top_k_experts")
-# Matrices of an MLP, and of a router in it, by their names in a layer.
+# Patterns for the names of an MLP's matrices, and of a router's.
 _MLP = r"mlp|feed_forward|ffn|shared|moe"
 _ROUTER = r"\.(gate|router)\."
-# Modules of an attention.
+# Pattern for the names of attention modules.
 _ATTENTION = r"attn|attention"
-# Matrix of latent attention that engines multiply into queries and outputs.
+# Matrix of multi-head latent attention. Engines absorb it into the query and output projections.
 _ABSORBED = "kv_b_proj"
 
 
 def load_facts(folder: Path) -> ModelFacts:
-    """Return a folder's facts in a process that has torch: those kept, or derived here. Raises ModelError."""
+    """Return a folder's facts from the cache, or derive and cache them in this process. Raises ModelError."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return ModelFacts.from_json(json.loads(facts_file(folder).read_text()))
     facts = derive_facts(folder)
@@ -49,12 +49,12 @@ def load_facts(folder: Path) -> ModelFacts:
 
 
 def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
-    """Return the facts of a Hugging Face folder. weights: names come from its own, if it has any. Raises ModelError."""
+    """Derive the facts of a Hugging Face folder. weights: use the names of its tensors, if any. Raises ModelError."""
     try:
         return _read_facts(folder, weights)
     except (ModelError, ModuleNotFoundError):  # A missing package is no fault of the folder.
         raise
-    except Exception as error:  # A class of a model has an error for each value that does not fit.
+    except Exception as error:  # Model classes raise any type of error for values that do not fit.
         raise ModelError(f"{folder}/config.json: no model can be derived from it: {reason(error)}") from error
 
 
@@ -97,7 +97,7 @@ def disk_tensors(folder: Path) -> dict[str, tuple[str, Shape]] | None:
 
 
 def table_of(lm: Any, folder: Path) -> ParameterTable:
-    """Return the parameter table of a causal LM on the meta device, with the folder's names. Raises ModelError."""
+    """Return the parameter table of a causal LM on the meta device, with names in the folder. Raises ModelError."""
     return derive_table(lm, disk_tensors(folder), folder)
 
 
@@ -105,7 +105,7 @@ def decoder_of(lm: Any, folder: Path) -> nn.Module:
     """Return the module that turns tokens into hidden states. Raises ModelError."""
     decoder = lm.get_decoder()
     if decoder is lm:
-        # The class's base_model_prefix is wrong (llama4_text). The decoder is the child that has the embedding.
+        # The class has a wrong base_model_prefix (llama4_text). The decoder is the child with the embedding.
         embedding = lm.get_input_embeddings()
         owners = [child for child in lm.children() if any(module is embedding for module in child.modules())]
         if len(owners) != 1:
@@ -116,7 +116,7 @@ def decoder_of(lm: Any, folder: Path) -> nn.Module:
 
 
 def layer_container(lm: Any, folder: Path) -> nn.ModuleList:
-    """Return the one list of all layers. Raises ModelError if there is none, or more than one."""
+    """Return the decoder's list of layers. Raises ModelError if there is none, or more than one."""
     layer_classes = set(getattr(lm, "_no_split_modules", None) or ())
     containers = []
     for module in decoder_of(lm, folder).modules():
@@ -133,7 +133,7 @@ def layer_container(lm: Any, folder: Path) -> nn.ModuleList:
 
 
 def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[LinearLayer]:
-    """Yield every linear layer of the layers. place: the container's path."""
+    """Yield every linear layer in `layers`. place: module path of that list."""
     state_layers = {kind.layer for kind in kinds.states} - {kind.layer for kind in kinds.attention}
     for index, layer in enumerate(layers):
         mixtures = [name.rpartition(".")[0] for name, module in layer.named_modules() if stacked_experts(module)]
@@ -215,7 +215,7 @@ def _count_numbers(tensors: Iterable[Tensor]) -> int:
 
 
 def _layer_experts(layer: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a layer that hold all of its experts."""
+    """Return the parameters of a layer that are stacks of its experts' matrices."""
     parameters: list[nn.Parameter] = []
     for module in layer.modules():
         parameters += stacked_experts(module)
@@ -223,7 +223,7 @@ def _layer_experts(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def _stated_attention(config: Any, layers: int) -> tuple[AttentionKind, ...]:
-    """Return the attention of a config, for a model without calls of attention to record."""
+    """Return the attention by the config, for a model in which no attention call could be observed."""
     heads = getattr(config, "num_attention_heads", 0) or 0
     if not heads:
         return ()
@@ -249,35 +249,35 @@ def _is_parameter(lm: Any, name: str) -> bool:
 
 
 def _experts_per_token(lm: Any) -> int:
-    """Return the number of experts that a router chooses for a token."""
+    """Return the number of experts that a router chooses per token."""
     counts = [getattr(module, "top_k", None) for module in lm.modules()]
     counts += [getattr(lm.config, key, None) for key in _ROUTED_KEYS]
     return next((count for count in counts if isinstance(count, int)), 1)
 
 
 def _mlp_width(layer: nn.Module, hidden: int, used_experts: int) -> int:
-    """Return the rows of gate (and of up) that a token passes through: its experts' and the dense ones."""
+    """Return the MLP width of a token: rows of the gate matrices (as many as of up) of its experts and dense MLPs."""
     routed_numbers = sum(stack.numel() // stack.shape[0] for stack in _layer_experts(layer)) * used_experts
     dense_numbers = 0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2 and re.search(_MLP, name) and not re.search(_ROUTER, name):
             dense_numbers += parameter.numel()
-    # A gated MLP has three matrices.
+    # A gated MLP has three matrices: gate, up and down.
     return (routed_numbers + dense_numbers) // (3 * hidden)
 
 
 def _largest(sizes: Any) -> int:
-    """Return a size of config.json, or the largest size of a list; 0 for anything else."""
+    """Return a config value that is an integer, or the largest of a list; 0 for anything else."""
     if isinstance(sizes, int):
         return sizes
     return max(sizes, default=0) if isinstance(sizes, (list, tuple)) else 0
 
 
 def longest(config: Any) -> int:
-    """Return the longest sequence of a config, in tokens.
+    """Return the longest sequence in tokens by a config.
 
-    llama3 and yarn have stretched max_position_embeddings already; linear stretches it by its factor. So do vLLM
-    (`_get_and_verify_max_len`) and transformers (`_compute_yarn_parameters`) read it.
+    With the rotary scalings llama3 and yarn, max_position_embeddings is already scaled. linear multiplies it by the
+    factor. vLLM (`_get_and_verify_max_len`) and transformers (`_compute_yarn_parameters`) do the same.
     """
     lengths = (getattr(config, key, None) for key in _LENGTHS)
     stated_length = next((int(length) for length in lengths if length), _ENDLESS)
@@ -289,7 +289,7 @@ def longest(config: Any) -> int:
 
 
 def main(folder: Path) -> None:
-    """Print the facts of a folder as JSON, or {"error": why there are none}."""
+    """Print the facts of a folder as JSON, or {"error": the reason}."""
     try:
         print(json.dumps(load_facts(folder).to_json()))
     except ModelError as error:

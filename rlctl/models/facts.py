@@ -1,7 +1,7 @@
-"""Facts of a model as plain data, derived once from its folder and kept. No torch.
+"""Facts of a model as plain data, derived once from its folder and cached. No torch.
 
-`derive.py` derives them in a separate process: from config.json, the headers of the weights, and transformers' class
-on the meta device. They are kept below rlctl's cache folder, under a digest of all that they depend on.
+`derive.py` derives the facts in a separate process, from config.json, the headers of the weights, and transformers'
+class on the meta device. They are cached in rlctl's cache folder, under a digest of all inputs.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 from rlctl.utils.process import run_module
 
-# Modules that determine the facts and their form.
+# Modules on whose code the facts depend.
 _DERIVING = (
     "facts",
     "derive",
@@ -38,29 +38,29 @@ _DERIVING = (
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes that all layers keep for the backward pass if each sequence has a row."""
+    """Bytes that all layers keep for the backward pass if a micro-batch has a padded row for each sequence."""
 
     dtype: str
-    # A token's.
+    # Bytes per token.
     token: int
-    # A pair of tokens: attention scores, where transformers' attention keeps them.
+    # Bytes per pair of tokens of a row: attention scores, if transformers' attention keeps them.
     pair: int
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder. Parameter counts are numbers, not bytes."""
+    """Sizes of a decoder. Parameter counts are numbers of elements, not bytes."""
 
     model_type: str
     hidden: int
     layers: int
-    # Largest of all layers.
+    # The next three are the largest values of all layers.
     heads: int
     kv_heads: int
     head_dim: int
-    # MLP of a dense layer, as config.json has it; 0 without one.
+    # MLP width of a dense layer by config.json; 0 without one.
     intermediate: int
-    # Gate and up, each, that one token passes through in the widest layer.
+    # MLP width of one token in the widest layer: rows of gate, and as many of up, of all its experts and dense MLPs.
     mlp_width: int
     vocab: int
     max_positions: int
@@ -68,73 +68,73 @@ class ModelSizes:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    # Norms of the heads' q and k.
+    # True if q and k of each head have norms.
     qk_norm: bool
     experts: int
     experts_per_token: int
-    # Rows of one expert's gate.
+    # Rows of one expert's gate matrix.
     expert_intermediate: int
-    # True if the chosen experts' weights are made to add up to 1.
+    # True if the router normalizes the weights of the chosen experts to a sum of 1.
     norm_topk_prob: bool
-    # Layers whose MLP is a mixture of experts.
+    # Number of layers whose MLP is a mixture of experts.
     sparse_layers: int
     activation: str
-    # All parameters; tied embeddings once.
+    # All parameters; tied embeddings count once.
     parameters: int
-    # Parameters that a token is multiplied with: its own experts alone, and of the embeddings the output.
+    # Parameters that one token uses in matrix products: those of its experts, and of the embeddings only the output's.
     active_parameters: int
     # Parameters of all layers' experts, without their routers.
     expert_parameters: int
-    # Parameters of the largest layer, which FSDP gathers at a time.
+    # Parameters of the largest layer. FSDP gathers a layer at a time.
     largest_layer: int
     # Parameters of the input embedding; the output has the same number unless tied.
     embedding_parameters: int
-    # Numbers that the key-value cache holds for one token, over all layers.
+    # Number of elements in the key-value cache per token, over all layers.
     kv_values_per_token: int
-    # All linear layers of the layers, in their order.
+    # All linear layers inside the decoder's layers, in order.
     linears: tuple[LinearLayer, ...]
-    # Layers that carry a state from token to token.
+    # Number of layers that carry a state from token to token, for example Mamba-2.
     state_layers: int
-    # Reason why a micro-batch has a row for each sequence, padded; None: sequences are packed.
+    # Reason why sequences cannot be packed, so that a micro-batch has a padded row for each; None: they are packed.
     one_sequence_a_row: str | None
-    # Keys of config.json with a rate of dropout, which training sets to 0.
+    # Keys of config.json with a dropout rate above 0. Training sets them to 0.
     dropout: tuple[str, ...]
-    # One for each compute dtype; empty where sequences are packed.
+    # One entry per compute dtype; empty if sequences are packed.
     row_bytes: tuple[RowBytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a model's text part before it is built. Module paths are those of transformers."""
+    """Facts of a model's text part, known before the model is built. Module paths are transformers'."""
 
     causal_lm: str
     decoder: str
-    # The one container of all layers.
+    # Path of the list of all layers.
     layers: str
     embedding: str
     head: str
     head_bias: bool
     kinds: LayerKinds
-    # Parts of names that transformers keeps in float32 (`_keep_in_fp32_modules_strict`).
+    # Parts of module names whose tensors transformers keeps in float32 (`_keep_in_fp32_modules_strict`).
     float32: tuple[str, ...]
-    # Buffers on disk, which a refit sends and training leaves alone.
+    # Buffers with a tensor on disk. A refit sends them; training does not change them.
     buffers: tuple[str, ...]
-    # Tensors on disk that the text model does not hold. An export copies them.
+    # Names of tensors on disk that are no part of the text model. An export copies them.
     kept: tuple[str, ...]
     sizes: ModelSizes
 
     @property
     def attention(self) -> tuple[tuple[float, int | None], ...]:
-        """Heads times head size, and window, of each attention; see `throughput.TrainingFlops`."""
+        """(heads times head size, window) of each attention layer, for `throughput.TrainingFlops`."""
         return tuple((kind.heads * (kind.dim + kind.v_dim) / 2, kind.window) for kind in self.kinds.attention)
 
     def keeps_float32(self, name: str) -> bool:
-        """Return True for a parameter or buffer that is computed in float32 whatever the compute dtype."""
+        """Return True for a parameter or buffer that stays float32 with every compute dtype."""
         return any(part in name for part in self.float32)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> "ModelFacts":
-        """Return the facts that `to_json` wrote. Raises KeyError or TypeError for anything else."""
+        """Return the facts from values of `to_json`. Raises KeyError or TypeError for other values."""
         fields = dict(raw)
         for key in ("float32", "buffers", "kept"):
             fields[key] = tuple(raw[key])
@@ -143,7 +143,7 @@ class ModelFacts:
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the facts as plain values for JSON."""
         return asdict(self)
 
 
@@ -165,7 +165,9 @@ def _kinds_from_json(raw: Mapping[str, Any]) -> LayerKinds:
 
 
 def known_facts(folder: Path) -> ModelFacts | None:
-    """Return the facts of a Hugging Face folder if they were derived before, of its weights or of its config alone."""
+    """Return the cached facts of a Hugging Face folder, derived with its weights or with its config alone; None if
+    there are none.
+    """
     for weights in (True, False):
         with suppress(OSError, ValueError, KeyError, TypeError, ModelError):
             return ModelFacts.from_json(json.loads(facts_file(folder, weights).read_text()))
@@ -173,7 +175,7 @@ def known_facts(folder: Path) -> ModelFacts | None:
 
 
 def find_facts(folder: Path) -> ModelFacts:
-    """Return the facts of a Hugging Face folder; derive new ones in a separate process, 3 to 5 s.
+    """Return the facts of a Hugging Face folder, from the cache or derived in a separate process (3 to 5 s).
 
     A folder without weights has facts too. Raises ModelError for a model that rlctl cannot train.
     """
@@ -183,9 +185,9 @@ def find_facts(folder: Path) -> ModelFacts:
 
 
 def derive_apart(folder: Path) -> ModelFacts:
-    """Derive the facts of a folder in a separate process, which keeps them.
+    """Derive the facts of a folder in a separate process, which caches them.
 
-    Raises ModelError, and ModuleNotFoundError for a package that is not installed.
+    Raises ModelError for a model that rlctl cannot train, and ModuleNotFoundError for a missing package.
     """
     process = run_module("rlctl.models.derive", str(folder))
     try:
@@ -200,7 +202,7 @@ def derive_apart(folder: Path) -> ModelFacts:
 
 
 def keep_facts(folder: Path, facts: ModelFacts) -> None:
-    """Write the facts where the next process finds them. A cache that cannot be written costs the next one seconds."""
+    """Write the facts to the cache. If the cache cannot be written, the next process derives them again."""
     with suppress(OSError):
         file = facts_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -208,9 +210,9 @@ def keep_facts(folder: Path, facts: ModelFacts) -> None:
 
 
 def facts_file(folder: Path, weights: bool = True) -> Path:
-    """Return the file of a folder's facts. weights: they depend on the headers of its weights, where it has any.
+    """Return the cache file of a folder's facts. weights: the digest covers the headers of its weights, if it has any.
 
-    Raises ModelError for weights that are cut short, OSError without a config.json.
+    Raises ModelError for truncated weights, OSError without a config.json.
     """
     digest = hashlib.sha256(_derivation().encode())
     digest.update((folder / "config.json").read_bytes())
@@ -228,7 +230,7 @@ def has_weights(folder: Path) -> bool:
 
 @cache
 def _derivation() -> str:
-    """Return the release of transformers and the digest of the deriving modules."""
+    """Return the version of transformers and a digest of the modules in `_DERIVING`."""
     try:
         release = version("transformers")
     except PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""Mixtures of experts as grouped matrix products: one function for every family, registered with transformers.
+"""Mixture of experts by grouped matrix products: one function for all model families, registered with transformers.
 
-Rows are sorted by expert once, so that all experts of a layer take two products. Nothing waits for the device.
+Token copies are sorted by expert once, so that a layer needs two grouped products for all experts. No step waits for
+the device.
 """
 
 from collections.abc import Callable
@@ -17,20 +18,20 @@ def _take_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows[index]
 
 
-# Not a part of compiled kernels: for rows of 2,048 numbers they took 1.4 ms, where PyTorch's own takes 0.36 (131,072
-# rows on an H100).
+# A custom op, so that Inductor does not compile it: its kernel took 1.4 ms for 131,072 rows of 2,048 numbers (H100),
+# PyTorch's own takes 0.36 ms.
 take_rows: Callable[[Tensor, Tensor], Tensor] = torch.library.custom_op(
     "rlctl::take_rows", _take_rows, mutates_args=(), schema="(Tensor rows, Tensor index) -> Tensor"
 )
-# `len` would be a number, and the compiled graph one of that size alone.
+# `shape[0]`, because `len` gives a plain int, and the graph would be compiled for that size only.
 torch.library.register_fake("rlctl::take_rows", lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))
 
 
 class _Spread(torch.autograd.Function):
-    """Copies of every token, one for each of its experts, in the order of the experts.
+    """Copy every token once for each of its experts, sorted by expert.
 
-    The gradient is gathered and added up. PyTorch's own, of an index that may repeat, sorts all rows again or adds them
-    by atomic operations, both many times slower.
+    The backward pass gathers a token's rows and adds them. PyTorch's gradient of an index sorts all rows again or uses
+    atomic additions, because an index may repeat. Both are many times slower.
     """
 
     @staticmethod
@@ -46,7 +47,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Sum of every token's rows, which are in the order of the experts: the transpose of `_Spread`."""
+    """Sum each token's rows, which are sorted by expert. This is the transpose of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
@@ -61,7 +62,9 @@ class _Collect(torch.autograd.Function):
 
 
 def _sum_copies(rows: Tensor, place: Tensor, copies: int) -> Tensor:
-    """Add up the `copies` rows of every token in float32. rows: [T copies, ...]; place: row of each copy."""
+    """Sum the `copies` rows of every token in float32. rows: [T * copies, ...], sorted by expert; place: row index of
+    each copy.
+    """
     by_token: Tensor = take_rows(rows, place).view(-1, copies, *rows.shape[1:])
     return by_token.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
@@ -69,11 +72,11 @@ def _sum_copies(rows: Tensor, place: Tensor, copies: int) -> Tensor:
 def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of every token's experts.
 
-    experts: module of transformers that holds them stacked. hidden: [T, h]; chosen: int64 [T, k], indices of experts;
-    weights: [T, k]. Returns [T, h] in the dtype of `hidden`.
+    experts: transformers' module with the stacked matrices of E experts. hidden: [T, h]; chosen: int64 [T, k], expert
+    indices; weights: [T, k]. Returns [T, h] in the dtype of `hidden`.
 
-    An expert's output is linear in its gated activation, so the weight is applied there: to rows that are narrower, and
-    that the backward pass keeps in any case.
+    An expert's output is linear in its gated activation, so the router's weight multiplies the activation. It has fewer
+    columns, and the backward pass keeps it anyway.
     """
     copies = chosen.shape[1]
     expert, order = chosen.flatten().sort(stable=True)
@@ -92,12 +95,12 @@ def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
 
 
 def _linear(experts: Any, name: str, rows: Tensor, groups: "_Groups", weight: Tensor | None = None) -> Tensor:
-    """Apply each row's expert. rows: [S, in]; weight: [S, 1], factor of a bias."""
+    """Multiply each row by its expert's matrix `name`. rows: [S, in]; weight: [S, 1], factor of the bias."""
     matrices: Tensor = getattr(experts, name)
     matrices = matrices if experts.is_transposed else matrices.transpose(1, 2)
     out = grouped_mm(rows.to(matrices.dtype), matrices, groups.ends)
     if experts.has_bias:
-        # A product, not a look-up: the gradient of a look-up sorts all rows.
+        # The bias is a product with a one-hot matrix, because the gradient of a look-up sorts all rows.
         factors = groups.one_hot().to(out.dtype)
         if weight is not None:
             factors = (factors * weight).to(out.dtype)
@@ -108,15 +111,15 @@ def _linear(experts: Any, name: str, rows: Tensor, groups: "_Groups", weight: Te
 class _Groups(NamedTuple):
     """Rows sorted by expert."""
 
-    # int64 [S]: each row's expert.
+    # int64 [S]: expert of each row.
     expert: Tensor
-    # int64 [E]: all experts.
+    # int64 [E]: indices 0 to E - 1.
     experts: Tensor
-    # int32 [E]: the row at which the rows of each expert end.
+    # int32 [E]: end of each expert's rows.
     ends: Tensor
 
     def one_hot(self) -> Tensor:
-        """Return true where a row is an expert's: [S, E]."""
+        """Return bool [S, E]: true where the row belongs to the expert."""
         return self.expert[:, None] == self.experts
 
 
@@ -138,12 +141,12 @@ def _grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-# Inductor takes bfloat16 alone.
+# Inductor compiles grouped products only in bfloat16.
 _uncompiled: Callable[..., Tensor] = torch.compiler.disable(_grouped_mm)  # type: ignore[no-untyped-call]
 
 
 def register() -> str:
-    """Make `grouped_experts` known to transformers. Return the name to give as `experts_implementation`."""
+    """Register `grouped_experts` with transformers. Return the name to pass as `experts_implementation`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
@@ -151,7 +154,7 @@ def register() -> str:
 
 
 def stacked_experts(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's own parameters that hold all experts of a layer, a matrix each; a convolution has rows."""
+    """Return a module's own parameters that are stacks of experts' matrices. A convolution's 3D weight is none."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return []
     parameters = module.parameters(recurse=False)
@@ -159,7 +162,7 @@ def stacked_experts(module: nn.Module) -> list[nn.Parameter]:
 
 
 def check_grouped(lm: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if a GPU would multiply the experts of a causal LM one at a time."""
+    """Raise ValueError if a GPU would compute the experts of a causal LM one by one, without grouped products."""
     stacked = [module for module in lm.modules() if stacked_experts(module)]
     if device.type != "cuda" or not stacked:
         return

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders: read one tensor at a time, written as new folders."""
+"""Weights of Hugging Face folders: reading single tensors, and writing new folders."""
 
 import json
 import os
@@ -24,13 +24,13 @@ SHARD_BYTES = 4 * 10**9
 COMPANIONS = (
     *("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*"),
     "additional_chat_templates/*.jinja",
-    # Engines do not load a vision-language model without those.
+    # Engines need these files to load a vision-language model.
     "*processor_config.json",
 )
 
 
 class WeightFiles:
-    """Safetensors of a folder, read one tensor at a time.
+    """Reader of single tensors from a folder's safetensors.
 
     Raises ModelError if the folder's safetensors are missing, cut short or quantised.
     """
@@ -50,7 +50,7 @@ class WeightFiles:
         return list(self._file)
 
     def tensor(self, name: str) -> Tensor:
-        """Return the tensor of a name on disk. Raises KeyError."""
+        """Return the tensor with this name on disk. Raises KeyError."""
         tensor: Tensor = self._file_of(name).get_tensor(name)
         return tensor
 
@@ -60,7 +60,7 @@ class WeightFiles:
         return kind
 
     def kind(self, name: str) -> str:
-        """Return the name of a tensor's dtype, such as bfloat16."""
+        """Return the name of a tensor's dtype, for example bfloat16."""
         return str(self.dtype(name)).removeprefix("torch.")
 
     def shape(self, name: str) -> Shape:
@@ -68,7 +68,7 @@ class WeightFiles:
         return tuple(self._file[name].get_slice(name).get_shape())
 
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
-        """Read `size` numbers a dimension of tensor `name` from `start` on, and no others. Raises as `read_into`."""
+        """Read the box of tensor `name` from `start` with `size` elements in each dimension. Raises as `read_into`."""
         stored = self._file_of(name).get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise ValueError(f"{self.folder}: {name} has shape {tuple(stored.get_shape())}, expected {shape}")
@@ -81,7 +81,9 @@ class WeightFiles:
         return self._file[name]
 
     def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
-        """Fill `target`, a whole parameter or buffer, from its rows. Raises KeyError, ValueError naming the tensor."""
+        """Fill `target`, a whole parameter or buffer, from its rows. Raises KeyError or ValueError with the tensor's
+        name.
+        """
         for row in rows:
             stored = self.tensor(row.name)
             if tuple(stored.shape) != row.shape:
@@ -90,14 +92,14 @@ class WeightFiles:
             row.view(target).copy_(stored)
 
 
-# Rows of a matrix that are compared at a time.
+# Number of rows of a matrix that are compared at one time.
 _COMPARED_ROWS = 4096
 
 
 def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
-    """Raise ModelError for an output on disk that config.json ties to the embedding, and that differs from it.
+    """Raise ModelError if config.json ties the output to the embedding, but the folder has a different output matrix.
 
-    transformers computes with both, rlctl and an export would lose the output.
+    transformers would compute with both matrices; rlctl and its export would lose the output.
     """
     if not facts.sizes.tied or not has_weights(folder):
         return
@@ -114,7 +116,7 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
 
 
 def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
-    """Return True if two matrices of one shape are equal in float32."""
+    """Return True if two matrices of the same shape are equal in float32."""
     shape = files.shape(name)
     rows, width = shape
     for begin in range(0, rows, _COMPARED_ROWS):
@@ -127,10 +129,10 @@ def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
 
 
 class FolderWriter:
-    """Writer of boxes of a folder's weights. Processes write one folder side by side, each its own byte ranges.
+    """Writer of parts of tensors (boxes) into a folder. Several processes write one folder, each its own byte ranges.
 
-    Every process makes the same headers from the same layout. Raises OSError with the file's name. A context manager:
-    leaving it closes the files also after an error, for an open file keeps the room of a removed folder.
+    Every process computes the same headers from the same layout. Raises OSError with the file's name. As a context
+    manager it closes the files even after an error, because an open file keeps the disk space of a removed folder.
     """
 
     def __init__(self, folder: Path, layout: Layout) -> None:
@@ -143,9 +145,9 @@ class FolderWriter:
         for name, shape, kind in layout:
             layout_by_file.setdefault(self._file_of[name], []).append((name, shape, kind))
         self._files = {file: lay_out(part, {"format": "pt"}) for file, part in layout_by_file.items()}
-        # File -> its descriptor.
+        # File name -> its open descriptor.
         self._open: dict[str, int] = {}
-        # Sum of all bytes that were written into files of weights.
+        # Checksum: sum of the values of all bytes written to weight files.
         self._sum = 0
 
     def __enter__(self) -> "FolderWriter":
@@ -157,14 +159,14 @@ class FolderWriter:
         self._open = {}
 
     def write(self, name: str, start: Shape, part: Tensor) -> None:
-        """Write the box of a tensor that begins at `start`, in the folder's dtype."""
+        """Write `part` as the box of tensor `name` that begins at `start`, converted to the folder's dtype."""
         file = self._file_of[name]
         host_part = part.detach().to("cpu", self._dtypes[name])
         with _name_file(self._folder / file):
             self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, host_part)
 
     def write_headers(self) -> None:
-        """Write what belongs to no tensor: headers, and the index of several files."""
+        """Write the headers of all files, and the index if there are several files."""
         for file, layout in self._files.items():
             with _name_file(self._folder / file):
                 write_at(self._descriptor(file), layout.header, 0)
@@ -175,7 +177,7 @@ class FolderWriter:
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def sync(self) -> int:
-        """Flush all files to the disk; return the sum of the bytes that were written into the files of weights."""
+        """Flush all files to the disk. Return the sum of the values of all bytes written to weight files."""
         for file, descriptor in self._open.items():
             with _name_file(self._folder / file):
                 os.fsync(descriptor)
@@ -183,18 +185,18 @@ class FolderWriter:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
-            # For writing alone: a network file system must not read a page that another process writes into.
+            # Write-only: a network file system must not read back a page into which another process writes.
             self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, 0o644)
         return self._open[file]
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder, in order."""
+    """Return the weight files of a folder, sorted by name."""
     return sorted(folder.glob("model*.safetensors"))
 
 
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a Hugging Face folder of whole `tensors`, in any order, with the other files of `source`."""
+    """Write a Hugging Face folder with whole `tensors`, in any order, and the other files of `source`."""
     with FolderWriter(folder, layout) as writer:
         Companions.read(source).write(folder, layout[0][2])
         writer.write_headers()
@@ -205,18 +207,20 @@ def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[t
 
 @dataclass(frozen=True)
 class Companions:
-    """The files of a model that hold no weights, as they were when they were read: the folder may be gone since."""
+    """Contents of a model's files without weights, kept in memory because the folder may be deleted later."""
 
-    # config.json.
+    # Contents of config.json.
     config: dict[str, Any]
-    # Path in the folder -> bytes of tokenizer, processors and generation config.
+    # Path in the folder -> content, for tokenizer, processors and generation config.
     files: dict[str, bytes]
-    # Tokenizer in place of the folder's own; None: the folder's own.
+    # Tokenizer that replaces the folder's; None: the folder's own is used.
     tokenizer: Any = None
 
     @classmethod
     def read(cls, folder: Path, tokenizer: str | None = None) -> "Companions":
-        """Read the files of a Hugging Face folder. tokenizer: folder or hub name of another tokenizer than its own."""
+        """Read the files of a Hugging Face folder. tokenizer: folder or hub name of a tokenizer that replaces the
+        folder's.
+        """
         contents: dict[str, bytes] = {}
         for pattern in COMPANIONS:
             for file in folder.glob(pattern):
@@ -230,7 +234,7 @@ class Companions:
         return cls(config=read_object(folder / "config.json"), files=contents, tokenizer=other_tokenizer)
 
     def write(self, folder: Path, dtype: str | None) -> None:
-        """Write the files into a folder. dtype: of its weights; None for an adapter, which has no config.json."""
+        """Write the files into a folder. dtype: of its weights; None for an adapter folder, without config.json."""
         if dtype:
             key = "torch_dtype" if "torch_dtype" in self.config else "dtype"
             (folder / "config.json").write_text(json.dumps({**self.config, key: dtype}, indent=2) + "\n")
@@ -242,7 +246,7 @@ class Companions:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a safetensors file. Raises OSError with its name, where safetensors has the system's error as text."""
+    """Write a safetensors file. A system error in safetensors' message is raised as OSError with the file's name."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -258,7 +262,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 @contextmanager
 def _name_file(file: Path) -> Iterator[None]:
-    """Name the file in an OSError of a call by its descriptor."""
+    """Add the file's name to an OSError, because calls with a descriptor do not know it."""
     try:
         yield
     except OSError as error:
@@ -266,7 +270,7 @@ def _name_file(file: Path) -> Iterator[None]:
 
 
 def _shard_names(layout: Layout) -> dict[str, str]:
-    """Return tensor name -> file name; files are filled in order up to SHARD_BYTES each."""
+    """Return tensor name -> file name. Files are filled in order, each with at most SHARD_BYTES."""
     shard_numbers: dict[str, int] = {}
     shards = 0
     room = 0

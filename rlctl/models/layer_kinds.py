@@ -1,4 +1,4 @@
-"""Facts of a model's layers as plain data: attention, states, and the function between head and logits."""
+"""Kinds of a model's layers as plain data: attention, states, and the function from the head's output to the logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class LogitTransform:
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Arguments that one layer gives to attention; see `packed_attention`."""
+    """Arguments of one layer's attention call; see `packed_attention`."""
 
     layer: int
     window: int | None
@@ -32,7 +32,7 @@ class AttentionKind:
 
 @dataclass(frozen=True)
 class StateKind:
-    """Functions of one layer that carry a state from token to token, see `state_layers.FUNCTIONS`."""
+    """Names of one layer's functions that carry a state from token to token, see `state_layers.FUNCTIONS`."""
 
     layer: int
     functions: tuple[str, ...]
@@ -40,47 +40,48 @@ class StateKind:
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One linear layer of a decoder's layers."""
+    """One linear layer (matrix) inside a decoder's layers."""
 
-    # Name of its module in transformers.
+    # Path of the module in transformers.
     name: str
     inputs: int
     outputs: int
-    # attention or mlp; of the others, the reason why they get no adapter, see `adapters`.
+    # attention or mlp; else a part that gets no adapter, see `adapters._REFUSED_PARTS`.
     part: str
 
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Recorded kinds of all layers, in their order. A layer may have attention and states."""
+    """Observed kinds of all layers, in order. A layer may have both attention and states."""
 
     logits: LogitTransform
     attention: tuple[AttentionKind, ...]
     states: tuple[StateKind, ...]
-    # Reason why a row of the batch can hold one sequence alone; None: sequences are packed.
+    # Reason why sequences cannot be packed into one row; None: they are packed.
     one_sequence_a_row: str | None
-    # Rates above 0 of the config, by key. They are 0 in training: the engine samples without dropout.
+    # (key, rate) of each dropout rate above 0 in the config. Training sets them to 0, because engines sample without
+    # dropout.
     dropout: tuple[tuple[str, float], ...]
 
 
 @cache
 def is_installed(package: str) -> bool:
-    """Return True if a package of kernels is importable. It is not imported."""
+    """Return True if a package of kernels can be imported, without importing it."""
     return find_spec(package) is not None
 
 
 @cache
 def has_kernels() -> bool:
-    """Return True if flash-linear-attention's kernels of states are importable.
+    """Return True if flash-linear-attention's kernels for state layers can be imported.
 
-    They are in the package fla-core. flash-linear-attention alone has a folder `fla` too, without them.
+    They are in the package fla-core. The package flash-linear-attention also has a folder `fla`, but no kernels.
     """
     spec = find_spec("fla")
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "ops").is_dir() for folder in folders or ())
 
 
-# Kinds of attention that two libraries may compute differently, by their name in a message.
+# Name in a message -> test for a kind of attention that two libraries may compute differently.
 _UNUSUAL: dict[str, Callable[[AttentionKind], bool]] = {
     "windows": lambda kind: kind.window is not None,
     "capped scores": lambda kind: kind.softcap is not None,
@@ -91,7 +92,9 @@ _UNUSUAL: dict[str, Callable[[AttentionKind], bool]] = {
 
 
 def unusual_parts(kinds: LayerKinds, experts: int) -> list[str]:
-    """Return the parts of a model that two libraries may compute differently, in words. experts: of a layer."""
+    """Return descriptions of the parts of a model that two libraries may compute differently. experts: number per
+    layer.
+    """
     logits = kinds.logits
     unusual_layers: dict[str, set[int]] = {}
     for name, holds in _UNUSUAL.items():
@@ -111,6 +114,6 @@ def unusual_parts(kinds: LayerKinds, experts: int) -> list[str]:
 
 
 def suspects(kinds: LayerKinds, experts: int, where: str = "on both sides") -> str:
-    """Return a sentence for two sides whose log-probs differ: the parts of the model to look at first, and where."""
+    """Return advice for log-probs that differ between trainer and engine: the parts of the model to check first."""
     unusual = ", ".join(unusual_parts(kinds, experts))
     return f"Look first, {where}, at {unusual or 'norms and rotary angles: the model has no unusual layers'}"

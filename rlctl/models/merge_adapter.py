@@ -1,8 +1,9 @@
-"""Merge of an adapter: the base model with the adapter's product added to its weights, W + scale * B A.
+"""Merging of an adapter into its base model: each adapted weight becomes W + scale * B A.
 
-The sum is in float32 and is cast once. torch is imported by the functions alone.
+The sum is computed in float32 and cast once. Only the functions import torch.
 
-`python -m rlctl.models.merge_adapter ADAPTER BASE FOLDER` writes a merged model; FOLDER appears whole or not at all.
+`python -m rlctl.models.merge_adapter ADAPTER BASE FOLDER` writes a merged model. FOLDER is renamed into place at the
+end, so it is never incomplete.
 """
 
 import os
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = None) -> list[str]:
-    """Write a Hugging Face folder of the base with the adapter's product added, and return the dtypes in it.
+    """Write the merged model as a Hugging Face folder. Return the names of the dtypes in it.
 
-    dtype: of the floating-point tensors; None: the base's own. Raises ModelError.
+    dtype: of the floating-point tensors; None: as in the base. Raises ModelError.
     """
     import torch
 
@@ -55,7 +56,7 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
 
 
 def main(adapter: Path, base: Path, folder: Path) -> None:
-    """Write a merged model in float32."""
+    """Write a merged model in float32 to a temporary folder, then rename it to `folder`."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     write_merged(base, adapter, temporary, "float32")

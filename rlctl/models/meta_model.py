@@ -1,7 +1,8 @@
-"""Causal LMs made from a config.json alone: without weights, for their shape, or with random ones, as a folder.
+"""Causal LMs built from a config.json alone: on the meta device without weights, or as a folder with random weights.
 
-`python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random one. SHAPE is a Hugging Face folder; its
-weights are not read. FOLDER appears whole or not at all. The same seed writes the same bytes.
+`python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random model. SHAPE is a Hugging Face folder; its
+weights are not read. FOLDER is renamed into place at the end, so it is never incomplete. The same seed writes the same
+bytes.
 """
 
 import os
@@ -34,7 +35,7 @@ def text_config(folder: Path) -> Any:
     try:
         whole_config = AutoConfig.from_pretrained(folder)
         config = whole_config.get_text_config(decoder=True)
-    except Exception as error:  # A config class has an error for each of its values.
+    except Exception as error:  # Config classes raise any type of error for bad values.
         raise ModelError(f"{folder}/config.json: {reason(error)}") from error
     tied = getattr(whole_config, "tie_word_embeddings", None)
     if config is not whole_config and tied is not None:
@@ -47,7 +48,9 @@ def text_config(folder: Path) -> Any:
 
 
 def whole_class(folder: Path) -> Any:
-    """Return transformers' class of a folder that holds more than a text model; None for a text model."""
+    """Return transformers' class for the whole model of a folder, for example a vision-language model; None for a text
+    model.
+    """
     import transformers
 
     whole_config = transformers.AutoConfig.from_pretrained(folder)
@@ -58,10 +61,11 @@ def whole_class(folder: Path) -> Any:
 
 @cache
 def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
-    """Return how the names of the text model's modules begin, alone and in the folder's own class.
+    """Return the prefix of the text model's module names, in the text model itself and in the folder's whole model.
 
-    Both are empty for a text model. decoder: path of the text model's decoder, as in `ModelFacts`. Raises ModelError
-    for a class that is unknown, cannot be built, or has other names than `text_name` knows.
+    Both are empty if the folder is a pure text model. decoder: path of the text model's decoder, as in `ModelFacts`.
+    Raises ModelError for a class that is unknown, cannot be built, or has module names that `text_name` does not
+    handle.
     """
     from transformers import AutoConfig
 
@@ -76,7 +80,7 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
     try:
         with torch.device("meta"):
             lm = model_class._from_config(config, dtype=torch.float32)
-    except Exception as error:  # A model class has an error for each size that does not fit.
+    except Exception as error:  # Model classes raise any type of error for bad sizes.
         raise ModelError(f"{folder}: transformers does not build {model_class.__name__}: {reason(error)}") from error
     paths = [name for name, module in lm.named_modules() if type(module) is decoder_class]
     if [text_name(f"{path}.") for path in paths] != [f"{decoder}."]:
@@ -87,10 +91,10 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
 
 
 def causal_lm(folder: Path, attention: str | None = None) -> Any:
-    """Return the causal LM of a folder's text model on the meta device, without dropout.
+    """Build the causal LM of a folder's text model on the meta device, with dropout off.
 
-    attention: name that transformers knows it by; None: transformers chooses among its own. Raises ModelError for a
-    model type without one, or for dropout that stays.
+    attention: name registered with transformers; None: transformers chooses. Raises ModelError for a model type without
+    a causal LM, or for dropout that no config key turns off.
     """
     from transformers import AutoModelForCausalLM
 
@@ -104,7 +108,7 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
                 attn_implementation=attention,
                 experts_implementation=grouped_experts.register(),
             )
-    except Exception as error:  # A model class has an error for each size that does not fit.
+    except Exception as error:  # Model classes raise any type of error for bad sizes.
         raise ModelError(f"{folder}: transformers does not build {config.model_type}: {reason(error)}") from error
     without_padding_warning(lm)
     dropouts = [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]
@@ -114,15 +118,15 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return the kind of an error and its message in one line."""
+    """Return an error's class name and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def skeleton(folder: Path, device: torch.device, packed: bool = True) -> Any:
-    """Return the causal LM with its parameters on the meta device and its computed buffers on `device`.
+    """Build the causal LM with parameters on the meta device and computed buffers on `device`, with dropout off.
 
-    Its dropout is off. packed: its attention and states begin with each sequence of a pack; else they are transformers'
-    own, for one sequence a row. Raises ModelError as `causal_lm`.
+    packed: attention and states restart at each sequence of a pack; else they are transformers' own, for one sequence
+    per row. Raises ModelError as `causal_lm`.
     """
     lm = causal_lm(folder, packed_attention.register() if packed else None)
     install_restarts(lm)
@@ -131,9 +135,9 @@ def skeleton(folder: Path, device: torch.device, packed: bool = True) -> Any:
 
 
 def compute_buffers(lm: Any, device: torch.device) -> None:
-    """Compute on `device` the buffers that no checkpoint holds: rotary tables, scales.
+    """Compute on `device` the buffers that are not in checkpoints: rotary tables, scales.
 
-    transformers computes them by `_init_weights` too. It leaves marked tensors alone.
+    transformers' `_init_weights` computes them. It skips parameters and buffers that are marked as initialized.
     """
     from transformers.initialization import guard_torch_init_functions
 
@@ -149,9 +153,9 @@ def compute_buffers(lm: Any, device: torch.device) -> None:
 
 
 def write_random_model(shape: Path, folder: Path, seed: int, quick: bool = False) -> None:
-    """Write a model with float32 weights as transformers draws them for the architecture (initializer_range).
+    """Write a model with random float32 weights, drawn by transformers for the architecture (initializer_range).
 
-    quick: draws bfloat16 on a GPU where there is one. A CPU takes minutes for 4 billion numbers.
+    quick: draw bfloat16 weights on a GPU if there is one. A CPU takes minutes for 4 billion numbers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

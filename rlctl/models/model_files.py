@@ -1,4 +1,4 @@
-"""Model folders as the driver reads and completes them, without torch: sizes, files, the tokens that end an answer."""
+"""Model folders on the driver, without torch: finding or downloading a run's model, and listing its end tokens."""
 
 import json
 import os
@@ -28,31 +28,31 @@ class ModelFiles:
 
     # Hugging Face folder on this machine.
     folder: str
-    # Folder that the config names; another one than `folder` with `random_init`.
+    # Folder in the config, or its download. With `random_init` it differs from `folder`.
     source: str
     facts: ModelFacts
-    # PEFT's folder that the config names, an adapter of the model in `folder`; None for a model without one.
+    # PEFT's adapter folder, if `model.path` is one; `folder` then has its base model. None for a model without adapter.
     adapter: str | None = None
-    # Folder or hub name of the model itself.
+    # Folder or hub name of the base model, without an adapter.
     base: str = ""
 
     @property
     def adapters(self) -> AdapterSpec | None:
-        """Adapters of `adapter`."""
+        """Spec of the adapters in the folder `adapter`; None without one."""
         return read_spec(Path(self.adapter), self.facts.sizes.linears) if self.adapter else None
 
     @classmethod
     def find(cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False) -> "ModelFiles":
-        """Return the facts of a folder or hub name. A hub model is downloaded once into the Hugging Face cache.
+        """Find the folder and facts of a model. A hub model is downloaded once into the Hugging Face cache.
 
-        An adapter's folder is that adapter and its base; merge: a model of both, inside the run directory. With
-        `random_init` the folder is made there too, once for all attempts. Raises ModelError for a model that rlctl does
-        not train, for quantised, truncated or missing weights, and for an adapter of other weights.
+        For an adapter the base is found too. merge: write the merged model into the run directory and return it. With
+        `random_init` the random model is written there, once for all attempts. Raises ModelError for a model that rlctl
+        does not train, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
         """
         adapter = _fetch_adapter(model.path)
         base = source = read_config(adapter).base if adapter else model.path
         if not os.path.isdir(source):
-            # Two kilobytes say if the weights are worth fetching.
+            # Fetch config.json first: two kilobytes show whether rlctl can train the model.
             read_sizes(_download(source, ["config.json"]) / "config.json")
             source = str(_download(source, _FETCHED_FILES))
         check_config(Path(source) / "config.json")
@@ -77,37 +77,39 @@ class ModelFiles:
 
     @property
     def chat(self) -> str:
-        """Folder of tokenizer, chat template and end tokens."""
+        """Folder with tokenizer, chat template and end tokens."""
         return chat_folder(self.adapter or self.folder)
 
     @property
     def max_length(self) -> int:
-        """Longest sequence in tokens."""
+        """Longest sequence of the model in tokens."""
         return self.facts.sizes.max_positions
 
 
 def _fetch_adapter(name: str) -> Path | None:
-    """Return the folder of an adapter, one of the hub downloaded; None for a whole model."""
+    """Return the folder of an adapter, downloaded if it is on the hub; None if `name` is a whole model."""
     if os.path.isdir(name):
         return local_adapter(name)
     if not (_download(name, ["config.json", ADAPTER_CONFIG]) / ADAPTER_CONFIG).is_file():
         return None
-    # A repository that has both files is a model where its weights are a model's: `local_adapter` looks at them.
+    # A repository with both config files may be a model or an adapter. `local_adapter` decides by the weights.
     return local_adapter(str(_download(name, _FETCHED_FILES)))
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """Return the folder of a hub model in the Hugging Face cache, with these files. Raises ModelError."""
+    """Download the files of a hub model that match `patterns`. Return its folder in the Hugging Face cache. Raises
+    ModelError.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # errors of the hub, of the network, of the disk, and of the name
+    except (OSError, ValueError) as error:  # errors of hub, network, disk, and a wrong name
         raise ModelError(f"{name}: no folder, and not to be had from the hub: {first_line(error)}") from error
 
 
 def check_base(adapter: Path, base: Path) -> None:
-    """Raise ModelError if rlctl trained the adapter on other weights than the base has now."""
+    """Raise ModelError if rlctl trained the adapter on base weights that differ from the current ones."""
     digest = base_digest(adapter)
     if digest is not None and digest != digest_of_weights(base):
         raise ModelError(f"{adapter} was trained on other weights than {base} has now: it adapts those alone")
@@ -119,10 +121,10 @@ def _make_random(shape: str, folder: str, seed: int) -> None:
 
 
 def _make_folder(folder: Path, failure: str, module: str, *arguments: str) -> None:
-    """Have a module write a model's folder in a separate process, once: the driver stays free of torch.
+    """Run a module that writes a model folder in a separate process, unless the folder exists. The driver imports no
+    torch.
 
-    failure: what is missing then, for the message of the RuntimeError. Raises ModuleNotFoundError for a missing
-    package.
+    failure: begin of the RuntimeError's message. Raises ModuleNotFoundError for a missing package.
     """
     if (folder / "config.json").exists():
         return
@@ -137,9 +139,9 @@ def _make_folder(folder: Path, failure: str, module: str, *arguments: str) -> No
 def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
     """Add `tokens` to eos_token_id in the generation_config.json of a Hugging Face folder.
 
-    transformers and vLLM end an answer at the tokens listed there. Where the file is missing they read config.json
-    instead, so a new file takes over its bos_token_id and pad_token_id. Nothing is written if all are listed already.
-    An adapter's folder has no config.json.
+    transformers and vLLM end an answer at the tokens listed there. If the file is missing, they read config.json, so a
+    new file copies bos_token_id and pad_token_id from it. Nothing is written if all tokens are already listed. An
+    adapter folder has no config.json.
     """
     file = folder / "generation_config.json"
     model_config = folder / "config.json"
@@ -157,6 +159,6 @@ def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
     missing = [token for token in dict.fromkeys(tokens) if token not in end_tokens]
     if missing:
         settings["eos_token_id"] = end_tokens + missing
-        # With this key some releases of transformers read config.json instead of the file.
+        # With this key some versions of transformers ignore the file and read config.json.
         settings.pop("_from_model_config", None)
         file.write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""config.json of a model folder, read without torch: where it is, what in it rlctl does not train, and its sizes."""
+"""Reading of a model's config.json without torch: finding it, refusing unsupported values, and getting the sizes."""
 
 import re
 from pathlib import Path
@@ -9,19 +9,19 @@ from rlctl.config.json_files import read_object
 from rlctl.config.run_weights import base_of, is_adapter, local_adapter, local_folder
 from rlctl.models.facts import ModelSizes, find_facts, known_facts
 
-# Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
-# longest sequence of a batch, vLLM's a fixed length.
+# Rotary scalings with the same angles for a sequence alone and in a pack. dynamic and longrope depend on the longest
+# sequence of a batch in transformers, and on a fixed length in vLLM.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
-# Keys of numbers of parts that are built one by one, and the most of each.
+# Keys with numbers of modules that are built one by one, and the largest allowed number.
 _COUNTS = re.compile(r"(layer|layers|expert|experts|head|heads|blocks)$")
 _MOST_PARTS = 100_000
 
 
 def config_file(model: str) -> Path | None:
-    """Return the config.json of a model folder, or of a hub name in the local hub cache; None when it is not here.
+    """Return the config.json of a model folder or cached hub model; None if it is not on this machine.
 
-    An adapter has that of its base.
+    For an adapter it is the base's.
     """
     folder = local_folder(model)
     if folder is not None and is_adapter(folder):
@@ -31,9 +31,10 @@ def config_file(model: str) -> Path | None:
 
 
 def sizes_of(model: str) -> ModelSizes | None:
-    """Return the sizes of a model folder or hub name; None when it is not here, or its facts are not known yet.
+    """Return the sizes of a model folder or hub name; None if it is not on this machine, or its facts are not derived
+    yet.
 
-    Raises ModelError as `check_config`.
+    Raises ModelError like `check_config`.
     """
     file = config_file(model)
     if file is None:
@@ -44,7 +45,7 @@ def sizes_of(model: str) -> ModelSizes | None:
 
 
 def read_sizes(file: Path) -> ModelSizes:
-    """Return the sizes of the model whose config.json this is; derive its facts if they are new.
+    """Return the sizes of the model with this config.json. Derive its facts if they are not cached.
 
     Raises ModelError as `check_config` and `find_facts`.
     """
@@ -53,7 +54,9 @@ def read_sizes(file: Path) -> ModelSizes:
 
 
 def check_config(file: Path) -> None:
-    """Raise ModelError for a config.json that is missing, no JSON, of quantised weights, or with an odd scale."""
+    """Raise ModelError for a config.json that is missing or no JSON, or has quantised weights or an unsupported rotary
+    scaling.
+    """
     raw = read_object(file)
     if not isinstance(raw.get("model_type"), str):
         raise ModelError(f"{file} has no model_type; needed: a Hugging Face model's config.json")
@@ -68,7 +71,7 @@ def check_config(file: Path) -> None:
 
 
 def _quantisation_problem(raw: dict[str, Any]) -> str | None:
-    """Return the problem with weights that config.json calls quantised."""
+    """Return the problem if config.json says that the weights are quantised, else None."""
     key = next((name for name in ("quantization_config", "compression_config") if raw.get(name)), None)
     if key is None:
         return None
@@ -84,11 +87,11 @@ def _quantisation_problem(raw: dict[str, Any]) -> str | None:
 
 
 def _rope_problem(raw: dict[str, Any]) -> str | None:
-    """Return the problem with a rotary scale. The scale must turn a token alone as in a pack."""
+    """Return the problem of a rotary scaling whose angles depend on other sequences of a pack; None if it has none."""
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         return None
-    # One scale, or one for each kind of layer.
+    # There is one scaling, or one for each kind of layer.
     scales = [scaling, *(scale for scale in scaling.values() if isinstance(scale, dict))]
     kinds = {str(scale.get("rope_type") or scale.get("type") or "default") for scale in scales}
     if odd_kinds := sorted(kinds - set(ROPE_TYPES)):

@@ -1,7 +1,7 @@
-"""Facts of a model that one forward pass shows: recorded, not believed.
+"""Facts of a model that are observed in one forward pass instead of read from its config.
 
-The model has its real sizes and no memory: it is on the meta device. Its attention and state functions are replaced by
-recorders, and its head's output by real numbers, so that the function between head and logits can be fitted.
+The model has its real sizes on the meta device, so it needs no memory. Recorders replace its attention and state
+functions. Real numbers replace the head's output, so that the function from head output to logits can be fitted.
 """
 
 import copy
@@ -26,33 +26,33 @@ from rlctl.models.state_layers import FUNCTIONS
 
 _PASS_TOKENS = 4
 _EXPERTS = "rlctl_observed"
-# Keys of config.json that hold a rate of dropout, of layers left out, or of noise.
+# Keys of config.json with a rate of dropout, of skipped layers, or of noise.
 _DROPS = re.compile(r"dropout|pdrop$|layerdrop|drop_(path_)?rate$|jitter(_noise|_eps)?$")
-# Mamba-1's module-level function.
+# State functions that cannot restart within a pack: Mamba-1's.
 _NOT_RESTARTED = ("mamba_selective_scan",)
-# Names in layer_types of layers without memory of earlier tokens.
+# Values in layer_types of layers whose output does not depend on earlier tokens.
 _STATELESS = ("mlp", "moe", "dense", "sparse")
-# Keys of config.json and the power of their value that the head's output is multiplied with.
+# Key of config.json -> exponent: the head's output is multiplied by the value to this power.
 _SCALES = {"logits_scaling": -1, "logit_scale": 1, "lm_head_multiplier": 1}
 
 
 def observe(config: Any) -> LayerKinds:
-    """Return the kinds of a causal LM's layers from its transformers config.
+    """Observe the kinds of a causal LM's layers, given its transformers config.
 
-    Raises ValueError for a model without a forward pass on the meta device, for an attention keyword that packed
-    attention does not honour, and for unknown mathematics between head and logits.
+    Raises ValueError if the forward pass fails on the meta device, for an attention keyword that packed attention does
+    not support, or for an unknown function from head output to logits.
     """
     from transformers import AutoModelForCausalLM
     from transformers.integrations.moe import ExpertsInterface
 
     config = copy.deepcopy(config)
     dropout = without_dropout(config)
-    # Grouped matrix products have no meta form for every dtype and width.
+    # Grouped matrix products lack a meta implementation for some dtypes and widths.
     ExpertsInterface.register(_EXPERTS, lambda experts, hidden, *_: torch.empty_like(hidden))
     make = partial(AutoModelForCausalLM.from_config, dtype=torch.bfloat16, experts_implementation=_EXPERTS)
     with torch.device("meta"):
         try:
-            # A failure leaves its attention in the config.
+            # A copy, because a failure leaves its attn_implementation in the config.
             lm = make(copy.deepcopy(config), attn_implementation=register())
             record = _Record()
         except KeyError:
@@ -70,9 +70,9 @@ def observe(config: Any) -> LayerKinds:
 
 
 def without_padding_warning(lm: nn.Module) -> None:
-    """Take a warning from transformers' classes that reads tokens: GPT-2's, at each pass without a mask.
+    """Disable a warning of transformers' classes (GPT-2's) that reads the tokens in each forward pass without a mask.
 
-    Tokens on the meta device cannot be read, and on a GPU the pass would wait for them.
+    Tokens on the meta device cannot be read, and on a GPU reading them would wait for the device.
     """
     for module in lm.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
@@ -80,9 +80,9 @@ def without_padding_warning(lm: nn.Module) -> None:
 
 
 def without_dropout(config: Any) -> dict[str, float]:
-    """Set every dropout rate of a transformers config, and every jitter of its routers, to 0; return those above 0.
+    """Set every dropout rate and router jitter of a transformers config to 0. Return key -> rate of those above 0.
 
-    Engines sample without dropout: log-probs with it would belong to another policy.
+    Engines sample without dropout, so log-probs with dropout would be of another policy.
     """
     rates: dict[str, float] = {}
     for key, setting in vars(config).items():
@@ -94,17 +94,17 @@ def without_dropout(config: Any) -> dict[str, float]:
     return rates
 
 
-# Most tokens of the rows that kept bytes are recorded of. Blocks of linear attention have up to 256.
+# Most tokens of a row whose kept bytes are measured. It is above 256, the largest block of linear attention.
 _LONGEST_ROW = 512
 # Compute dtypes of a trainer.
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
-    """Yield the bytes that a decoder on the meta device keeps for its backward pass, for each compute dtype.
+    """Yield for each compute dtype the bytes that a decoder on the meta device keeps for its backward pass.
 
-    They are a multiple of a row's tokens and one of their square, found from two lengths within the longest sequence.
-    Kernels of torch's own attention keep no scores.
+    The bytes of a row of n tokens are a * n + b * n * n. Two row lengths within the longest sequence give a and b.
+    torch's own attention kernels keep no scores, so b is 0 for them.
     """
     last = max(2, min(_LONGEST_ROW, longest))
     first = last // 2
@@ -116,9 +116,9 @@ def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
 
 
 def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
-    """Return the bytes of the distinct tensors, parameters apart, that a row's forward pass keeps."""
+    """Return the bytes of all distinct tensors, without parameters, that the forward pass of one row keeps."""
     model_storages = {tensor.untyped_storage()._cdata for tensor in chain(decoder.parameters(), decoder.buffers())}
-    # Storage -> the largest tensor in it.
+    # Storage -> the largest kept tensor in this storage.
     kept_tensors: dict[int, Tensor] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -131,9 +131,10 @@ def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Any:
         if query.shape[-3] != key.shape[-3] and not options.get("enable_gqa"):
-            # torch's kernels take no heads to repeat unless told so: torch multiplies then, in float32.
+            # Without enable_gqa torch's kernels refuse fewer key heads than query heads, and torch computes by matrix
+            # products in float32.
             return ((query @ key.mT).softmax(-1, torch.float32) @ value.float()).to(query.dtype)
-        # The kernel keeps its result too.
+        # The attention kernel keeps its result too.
         return keep((*query.shape[:-1], value.shape[-1]), True, query, key, value, attn_mask)
 
     def multiply(rows: Tensor, matrices: Tensor, **_: Any) -> Any:
@@ -152,7 +153,9 @@ def _kept_bytes(decoder: nn.Module, tokens: int) -> int:
 
 
 class _Yes(TorchFunctionMode):
-    """Answers questions about values, which meta tensors lack: a row is one sequence, and has no padding."""
+    """Mode in which every test of a tensor's value is True, because meta tensors have no values. It means: a row is one
+    sequence without padding.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.__bool__, Tensor.item):
@@ -161,7 +164,9 @@ class _Yes(TorchFunctionMode):
 
 
 class _Kept(torch.autograd.Function):
-    """Stand-in for a kernel without a meta form: keeps its arguments, and its result if told so."""
+    """Replacement for a kernel without a meta implementation. It saves its arguments for the backward pass, and its
+    result if `keeps_result`.
+    """
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], keeps_result: bool, *arguments: Tensor | None) -> Tensor:
@@ -173,15 +178,15 @@ class _Kept(torch.autograd.Function):
 
 
 class _Record:
-    """Attention and state calls of one forward pass, by layer."""
+    """Recorded attention and state calls of one forward pass, by layer."""
 
     def __init__(self, unpacked: str | None = None) -> None:
-        # Reason why the model's attention cannot keep the sequences of a pack apart.
+        # Reason why the model's attention cannot separate the sequences of a pack; None if it can.
         self.unpacked = unpacked
         self.attention: dict[int, AttentionKind] = {}
         self.states: dict[int, list[str]] = {}
         self.not_restarted: set[str] = set()
-        # Index of the layer that is running.
+        # Index of the layer whose forward pass is running.
         self.layer = -1
 
     def attend(
@@ -198,7 +203,7 @@ class _Record:
         s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Record the call of a layer's attention; return a tensor of the output's shape."""
+        """Record a layer's attention call. Return an empty tensor of the output's shape."""
         boundaries = kwargs.pop("cu_seq_lens_q", None)
         max_length = kwargs.pop("max_length_q", None)
         if boundaries is None or max_length is None:
@@ -219,7 +224,7 @@ class _Record:
         return query.new_empty(1, tokens, heads, value.shape[3]), None
 
     def carry(self, name: str, original: Any) -> Any:
-        """Return a stand-in for a state function that records its calls."""
+        """Return a replacement for a state function. It records each call in the running layer."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if name not in FUNCTIONS:
@@ -235,7 +240,7 @@ class _Record:
 
 
 def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
-    """Return the logits and the head's output that they were made from, while `record` fills."""
+    """Run a forward pass that fills `record`. Return the logits and the head output from which they were computed."""
     head_output = torch.linspace(-60.0, 60.0, 12 * _PASS_TOKENS, device="cpu").view(1, _PASS_TOKENS, 12)
     head = lm.get_output_embeddings()
     if head is None:
@@ -243,7 +248,7 @@ def _forward_pass(lm: Any, record: _Record) -> tuple[Tensor, Tensor]:
     tokens = torch.zeros(1, _PASS_TOKENS, dtype=torch.long)
     pack = {"cu_seq_lens_q": torch.zeros(2, dtype=torch.int32), "max_length_q": _PASS_TOKENS}
     if record.unpacked:
-        # Without a mask, making one would read positions.
+        # A mask must be given, because transformers would read positions to build one.
         pack = {"attention_mask": torch.ones_like(tokens)}
     with _record_calls(lm, record), torch.no_grad():
         handle = head.register_forward_hook(lambda *_: head_output.clone())
@@ -295,7 +300,7 @@ def _why_not_packed(config: Any, record: _Record) -> str | None:
 
 
 def _fit_logits(config: Any, logits: Tensor, head_output: Tensor) -> LogitTransform:
-    """Return the transform of a config's keys that maps `head_output` to `logits`."""
+    """Return the transform by the config's keys that maps `head_output` to `logits`. Raises ValueError if none does."""
     factors = [1.0]
     for key, power in _SCALES.items():
         if factor := getattr(config, key, None):

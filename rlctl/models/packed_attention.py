@@ -1,7 +1,8 @@
-"""Causal attention over packed sequences: one function for every backend, registered with transformers.
+"""Causal attention over packed sequences: one function for all training backends, registered with transformers.
 
-The fastest form that serves a call is taken (`attention_kernels.py`): on a GPU in half precision torch's
-variable-length flash kernel, or flex attention for capped scores and sinks; elsewhere exact SDPA or row blocks.
+Each call uses the fastest implementation in `attention_kernels.py` that supports it. In half precision on a GPU this is
+torch's variable-length flash kernel, or flex attention for capped scores and sinks. Elsewhere it is exact SDPA or
+blocks of rows.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ from rlctl.models.attention_kernels import (
 )
 
 NAME = "rlctl_packed"
-# Keywords of transformers that change nothing here: they speak of caches, outputs and other layers.
+# Keywords of transformers that have no effect here: they are about caches, outputs and other layers.
 _UNUSED = frozenset(
     {
         *("cu_seq_lens_k", "max_length_k", "seq_idx", "position_ids", "cache_position", "use_cache"),
@@ -39,13 +40,13 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within each sequence of a pack.
+    """Compute causal attention within each sequence of a pack.
 
     queries: [T, heads, dim]; keys: [T, kv_heads, dim]; values: [T, kv_heads, v_dim]; kv_heads divides heads.
-    cu_seqlens: int32 [S + 1], where sequences begin; max_len: the longest; scale: factor of the scores. window: tokens
-    that a token sees, itself included: key j counts for query i where 0 <= i - j < window. softcap: c of
-    c * tanh(score / c). sinks: [heads], a further logit in each softmax's sum, without a value. Returns
-    [T, heads, v_dim].
+    cu_seqlens: int32 [S + 1], begin of each sequence, then T. max_len: tokens of the longest sequence. scale: factor of
+    the scores. window: number of tokens that a token sees, including itself: key j counts for query i if 0 <= i - j <
+    window. softcap: c in c * tanh(score / c). sinks: [heads], an extra logit in each softmax's denominator, without a
+    value. Returns [T, heads, v_dim].
     """
     is_half = queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16)
     if is_half and max(queries.shape[2], values.shape[2]) <= FLASH_MAX_DIM:
@@ -56,11 +57,11 @@ def packed_attention(
 
 
 def register() -> str:
-    """Make `packed_attention` known to transformers. Return the name to give as `attn_implementation`."""
+    """Register `packed_attention` with transformers. Return the name to pass as `attn_implementation`."""
     from transformers import AttentionInterface
 
-    # Without a mask function of this name transformers builds no mask, and does not look for sequences in positions,
-    # which would be a wait for the device in every forward pass.
+    # No mask function is registered for this name. So transformers builds no mask, and does not search the positions
+    # for sequences, which would wait for the device in every forward pass.
     AttentionInterface.register(NAME, transformers_attention)
     return NAME
 
@@ -82,9 +83,10 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Adapt transformers' signature: query [1, heads, T, dim] in, [1, T, heads, v_dim] out.
+    """Call `packed_attention` with transformers' signature: query is [1, heads, T, dim], the result [1, T, heads,
+    v_dim].
 
-    Raises ValueError for a keyword with a value that packed attention does not honour.
+    Raises ValueError for a keyword whose value packed attention does not support.
     """
     refuse_keywords(module, attention_mask=attention_mask, dropout=dropout, is_causal=is_causal, **kwargs)
     out = packed_attention(

@@ -1,8 +1,8 @@
-"""Parameter table of a model: a row for each tensor of its checkpoint, with its place in memory.
+"""Parameter table of a model: one row for each tensor on disk, with its location in the model's parameters.
 
-Names are the folder's own. Places come from transformers' conversion of a checkpoint, reversed on meta tensors: each
-tensor on disk is then a view, a rectangular part (box), of one parameter or buffer. A conversion that computes is
-refused. Reading, sharding, refit, checkpoints and export take names from here alone.
+Names are those in the folder. Locations come from transformers' conversion of a checkpoint, which is reversed on meta
+tensors: each tensor on disk is then a view of one parameter or buffer, a rectangular part called box. A conversion that
+computes new values is refused. Reading, sharding, refit, checkpoints and export all use this table.
 """
 
 import re
@@ -21,7 +21,7 @@ from rlctl.models.adapters import AdapterTensor
 Shape = tuple[int, ...]
 # (name, shape, dtype) of each tensor.
 Layout = list[tuple[str, Shape, str]]
-# Tensors on disk that a text model may leave alone: draft heads, vision, audio, computed tables.
+# Names of tensors on disk that a text model may ignore: draft heads, vision, audio, computed tables.
 _LEFT_ALONE = re.compile(
     r"(^|.*\.)(mtp|nextn)\..*|(.*[._])?(vision|visual|image|audio|video|multi_modal|multimodal|mm)[._].*"
     r"|.*rotary_emb\.inv_freq|.*\.position_ids"
@@ -30,52 +30,56 @@ _LEFT_ALONE = re.compile(
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor on disk and its box in memory."""
+    """One tensor on disk, and its box in a parameter or buffer (the target)."""
 
     name: str
-    # On disk.
+    # Shape on disk.
     shape: Shape
-    # Dtype on disk, such as bfloat16; None if the folder has no weights.
+    # Dtype on disk, for example bfloat16; None if the folder has no weights.
     dtype: str | None
-    # Parameter or persistent buffer of the causal LM; None: not part of the text model, kept for the export.
+    # Name of a parameter or persistent buffer of the causal LM. None: not in the text model; an export copies the
+    # tensor.
     target: str | None
-    # Shape of the target, and begin and extent of the box in it.
+    # whole: shape of the target. start, size: begin and extent of the box in the target.
     whole: Shape = ()
     start: Shape = ()
     size: Shape = ()
     buffer: bool = False
-    # True below adapters: the tensor stays as it is.
+    # True for weights under adapters, which are not trained.
     frozen: bool = False
 
     @property
     def is_trained(self) -> bool:
-        """True if the tensor has gradients, and a checkpoint saves it."""
+        """True if the tensor is trained. Checkpoints save trained tensors."""
         return self.is_sent and not self.buffer
 
     @property
     def is_sent(self) -> bool:
-        """True if refits and exports have the tensor: one of the model, buffers too, unless it is frozen."""
+        """True if refits and exports contain the tensor: a parameter or buffer of the model that is not frozen."""
         return self.target is not None and not self.frozen
 
     @cached_property
     def axes(self) -> Shape:
-        """Dimension of the target for each dimension on disk; -1 for a dimension of 1 that the target lacks."""
+        """Dimension of the target for each dimension on disk; -1 for a dimension of size 1 that the target does not
+        have.
+        """
         long_axes = iter([axis for axis, size in enumerate(self.size) if size != 1])
         return tuple(next(long_axes) if size != 1 else -1 for size in self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Box as an index of the whole target."""
+        """The box as an index into the whole target."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size))
 
     def view(self, target: Tensor) -> Tensor:
-        """Return the tensor as it is on disk, a view of the whole target."""
+        """Return the tensor in its shape on disk, as a view of the whole target."""
         return target[self.slices].view(self.shape)
 
     def part(self, piece: Tensor, first: Shape) -> tuple[Shape, Tensor] | None:
-        """Return (begin on disk, view) of the part that lies in a box of the target; None if none does.
+        """Return the part of this tensor inside `piece` as (begin on disk, view of `piece`); None if they do not
+        overlap.
 
-        piece: the target's box that begins at `first`.
+        piece: a box of the target, for example a rank's shard, that begins at `first` in the target.
         """
         if not self.size:
             return (0,) * len(self.shape), piece.view(self.shape)
@@ -93,7 +97,7 @@ class TensorRow:
         return tuple(0 if axis < 0 else offsets[axis] for axis in self.axes), overlap.view(shape)
 
     def place(self, start: Shape, extent: Shape) -> tuple[Shape, Shape]:
-        """Return (begin, extent) in the target of a part that begins at `start` on disk."""
+        """Return (begin, extent) in the target for the part that begins at `start` on disk and has this `extent`."""
         begin = list(self.start)
         size = [1] * len(self.size)
         for axis, offset, count in zip(self.axes, start, extent):
@@ -104,7 +108,7 @@ class TensorRow:
 
 
 class ParameterTable:
-    """Rows of a model, in the order of its parameters, then its buffers, then tensors that are kept unread."""
+    """Rows of a model, in the order: parameters, buffers, then tensors that are only copied by an export."""
 
     def __init__(self, rows: Iterable[TensorRow]) -> None:
         self.rows = tuple(rows)
@@ -115,7 +119,7 @@ class ParameterTable:
 
     @cached_property
     def by_name(self) -> dict[str, TensorRow]:
-        """Rows by the name on disk."""
+        """Name on disk -> row."""
         return {row.name: row for row in self.rows}
 
     @cached_property
@@ -125,7 +129,7 @@ class ParameterTable:
 
     @property
     def kept_rows(self) -> list[TensorRow]:
-        """Rows that the model does not hold. An export copies them from the source."""
+        """Rows of tensors that are not in the model. An export copies them from the source."""
         return [row for row in self.rows if row.target is None]
 
     @property
@@ -146,20 +150,20 @@ class ParameterTable:
         return any(row.is_sent for row in self._of.get(target, ()))
 
     def below(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
-        """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter."""
+        """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter tensor."""
         rows = [replace(row, frozen=True) for row in self.rows]
         for adapter in adapters:
             rows.append(_whole_row(adapter.name, adapter.shape, dtype="float32", target=adapter.name))
         return ParameterTable(rows)
 
     def views(self, target: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names on disk of a whole parameter or buffer, with their views of `tensor`."""
+        """Yield (name on disk, view of `tensor`) for each row of `target`. tensor: the whole parameter or buffer."""
         for row in self._of[target]:
             yield row.name, row.view(tensor)
 
 
 def _whole_row(name: str, shape: Shape, dtype: str | None, target: str, buffer: bool = False) -> TensorRow:
-    """Return the row of a tensor that is the whole of its target."""
+    """Return the row of a tensor that fills its whole target."""
     return TensorRow(
         name=name,
         shape=shape,
@@ -173,7 +177,7 @@ def _whole_row(name: str, shape: Shape, dtype: str | None, target: str, buffer: 
 
 
 def persistent_buffers(lm: Any) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds."""
+    """Return name -> buffer, of the buffers that checkpoints contain."""
     computed: set[str] = set()
     for path, module in lm.named_modules():
         computed |= {f"{path}.{name}" for name in module._non_persistent_buffers_set}
@@ -181,7 +185,7 @@ def persistent_buffers(lm: Any) -> dict[str, Tensor]:
 
 
 def tensors_of(lm: Any) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; a tied head is its embedding."""
+    """Return name -> tensor, of parameters and persistent buffers. A tied head is left out."""
     head = lm.get_output_embeddings()
     embedding = lm.get_input_embeddings()
     is_tied = head is not None and bool(getattr(lm.config, "tie_word_embeddings", False)) and head is not embedding
@@ -194,12 +198,13 @@ def tensors_of(lm: Any) -> dict[str, Tensor]:
 
 
 def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: object) -> ParameterTable:
-    """Return the table of a causal LM on the meta device.
+    """Derive the table of a causal LM on the meta device.
 
-    disk: name -> (dtype, shape) of the folder's tensors; None: it has no weights, and gets transformers' names. folder:
-    for messages.
+    disk: name -> (dtype, shape) of the folder's tensors. None: the folder has no weights, and the rows get
+    transformers' names. folder: for messages.
 
-    Raises ModelError naming a tensor that is computed on the way, lacks a place, or is missing on disk.
+    Raises ModelError with the name of a tensor that is computed by the conversion, belongs to no parameter, or is
+    missing on disk.
     """
     tensors = tensors_of(lm)
     buffers = persistent_buffers(lm).keys()
@@ -226,10 +231,10 @@ def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: 
 def _rows_on_disk(
     target: str, rows: list[TensorRow], disk: Mapping[str, tuple[str, Shape]], folder: object
 ) -> Iterator[TensorRow]:
-    """Yield the rows of a target with the folder's dtypes. Raises ModelError."""
+    """Yield the rows of a target with their dtypes on disk. Raises ModelError for a missing tensor or another shape."""
     missing = [row.name for row in rows if row.name not in disk]
     if missing and rows[0].buffer:
-        # As transformers does: a buffer that is not on disk is computed.
+        # A buffer that is not on disk is computed, as transformers does.
         return
     if missing:
         raise ModelError(f"{folder} has no tensor {missing[0]}, which transformers' {target} is read from")
@@ -241,12 +246,14 @@ def _rows_on_disk(
 
 
 def _kept_rows(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shape]], folder: object) -> Iterator[TensorRow]:
-    """Yield a row for each tensor on disk that the model does not hold. Raises ModelError for one without a reason."""
+    """Yield a row for each tensor on disk that is not in the model. Raises ModelError for a tensor that may not be
+    ignored.
+    """
     patterns = getattr(lm, "_keys_to_ignore_on_load_unexpected", None) or ()
     head = next((name for name, module in lm.named_modules() if module is lm.get_output_embeddings()), None)
     for name in names:
         if lm.config.tie_word_embeddings and head and name.endswith(f"{head}.weight"):
-            # A copy of the embedding, which the export leaves out.
+            # A tied head is a copy of the embedding, which an export leaves out.
             continue
         if not _LEFT_ALONE.fullmatch(name) and not any(re.search(pattern, name) for pattern in patterns):
             raise ModelError(
@@ -263,9 +270,10 @@ def _sort_rows(rows: list[TensorRow], tensors: Mapping[str, Tensor]) -> list[Ten
 
 
 def _find_renaming(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shape]]) -> Callable[[str], str]:
-    """Return the renaming under which most names are on disk: none, or that of a text model inside a larger one.
+    """Return the function on names under which most names are on disk: identity, or a prefix for a text model in a
+    larger one.
 
-    transformers undoes such a prefix only for models that it loaded itself.
+    transformers handles such a prefix only for models that it loaded itself.
     """
     base_prefix = f"{lm.base_model_prefix}."
 
@@ -280,7 +288,9 @@ def _find_renaming(lm: Any, names: list[str], disk: Mapping[str, tuple[str, Shap
 
 
 class _Views(TorchFunctionMode):
-    """Mode without copies: `contiguous` and `clone` return their tensor, and a result stays a view of its source."""
+    """Mode in which `contiguous` and `clone` return their tensor without a copy, so that each result is a view of its
+    source.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (Tensor.contiguous, Tensor.clone, torch.clone):
@@ -289,12 +299,12 @@ class _Views(TorchFunctionMode):
 
 
 def _converted_rows(lm: Any, tensors: Mapping[str, Tensor]) -> Iterator[TensorRow]:
-    """Yield a row for each tensor of a checkpoint in transformers' own names. Raises ModelError."""
+    """Yield a row for each tensor of a checkpoint, with transformers' names. Raises ModelError."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad(), _Views():
         converted = revert_weight_conversion(lm, dict(tensors))
-    # Views share their tensor's storage object, on the meta device too.
+    # A view has the storage of its tensor, on the meta device too.
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
     for name, view in converted.items():
         target = owners.get(view.untyped_storage()._cdata)
@@ -317,7 +327,7 @@ def _converted_rows(lm: Any, tensors: Mapping[str, Tensor]) -> Iterator[TensorRo
 
 
 def _box_of_view(tensor: Tensor, view: Tensor) -> tuple[Shape, Shape] | None:
-    """Return (begin, extent) of a view in its contiguous tensor; None if the view is rearranged."""
+    """Return (begin, extent) of a view in its contiguous tensor; None if the view is no box, for example transposed."""
     axis_of_stride = {}
     for axis, (stride, count) in enumerate(zip(tensor.stride(), tensor.shape)):
         if count > 1:

@@ -1,4 +1,4 @@
-"""Safetensors files with headers made before any tensor: processes write their own byte ranges side by side."""
+"""Writing of safetensors files whose headers are computed first, so that several processes write their byte ranges."""
 
 import ctypes
 import json
@@ -31,7 +31,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file: its header, and the byte at which each tensor begins."""
+    """Header of one file, and the byte at which each tensor begins."""
 
     header: bytes
     # Tensor name -> (first byte in the file, whole shape).
@@ -40,9 +40,9 @@ class FileLayout:
 
 
 def lay_out(tensors: Layout, metadata: Mapping[str, str]) -> FileLayout:
-    """Return the layout of a file. Wider dtypes come first, so that every tensor is aligned."""
+    """Return the layout of a file. Tensors with wider dtypes come first, so that every tensor is aligned."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    # Tensor name -> (first byte behind the header, whole shape).
+    # Tensor name -> (first byte, counted from the end of the header, whole shape).
     relative_places: dict[str, tuple[int, Shape]] = {}
     begin = 0
     for name, shape, kind in sorted(tensors, key=lambda tensor: -_torch_dtype(tensor[2]).itemsize):
@@ -59,20 +59,21 @@ def lay_out(tensors: Layout, metadata: Mapping[str, str]) -> FileLayout:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the host; its own memory if it is contiguous."""
+    """Return the bytes of a host tensor, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous()
     if not flat.numel():
         return memoryview(b"")
-    # Not by numpy: torch then never resizes the tensor's memory again, and offloading could not free it.
+    # Not by `Tensor.numpy`: after that call torch never resizes the tensor's storage, so offloading could not free it.
     array = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
-    # The view holds the array, which holds the memory.
+    # The memoryview references the array, and the array references the tensor's memory.
     array.tensor = flat  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:
-    """Yield (first number in the whole tensor, count) of each contiguous run of a box, in the box's own order."""
-    # From dimension `inner` on, the box spans the tensor: a run covers those dimensions and the one before.
+    """Yield (first element in the whole tensor, number of elements) of each contiguous run of a box, in order."""
+    # In dimensions from `inner` on, the box has the tensor's full size. A run covers these dimensions and the one
+    # before.
     inner = len(shape)
     while inner and size[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -85,7 +86,7 @@ def runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:
 
 
 def write_box(descriptor: int, place: tuple[int, Shape], start: Shape, part: Tensor) -> int:
-    """Write a box of a tensor at its place in a file; return the sum of its bytes. Raises OSError."""
+    """Write a box of a tensor into a file, and return the sum of its byte values. Raises OSError."""
     begin, shape = place
     content = bytes_of(part)
     width = part.element_size()
@@ -97,12 +98,12 @@ def write_box(descriptor: int, place: tuple[int, Shape], start: Shape, part: Ten
 
 
 def sum_of(content: memoryview) -> int:
-    """Return the sum of some bytes."""
+    """Return the sum of the byte values."""
     return int(torch.frombuffer(content, dtype=torch.uint8).sum(dtype=torch.int64)) if content else 0
 
 
 def write_at(descriptor: int, content: memoryview | bytes, offset: int) -> None:
-    """Write all bytes at an offset. Raises OSError."""
+    """Write all of `content` at `offset`. Raises OSError."""
     rest = memoryview(content)
     while rest:
         count = os.pwrite(descriptor, rest, offset)

@@ -1,7 +1,7 @@
-"""Layers that carry a state from token to token (gated delta, KDA, Mamba-2, short convolutions), in packs.
+"""Packed sequences in layers that carry a state from token to token: gated delta, KDA, Mamba-2, short convolutions.
 
-transformers calls a module-level function for each kind. `install_restarts` replaces it by one that begins with an
-empty state at every sequence of a pack: on a GPU by flash-linear-attention's kernels, elsewhere in plain torch.
+transformers calls one module-level function per kind. `install_restarts` replaces that function by one that starts
+every sequence of a pack with an empty state. On a GPU it uses flash-linear-attention's kernels, elsewhere plain torch.
 """
 
 import inspect
@@ -19,9 +19,10 @@ from rlctl.models.attention_kernels import length_groups
 from rlctl.models.layer_kinds import has_kernels, is_installed
 
 Function = Callable[..., Any]
-# A whole Mamba-2 layer: transformers asks it first, which from 5.20 on refuses packs without its package.
+# Function for a whole Mamba-2 layer, which transformers calls first. From transformers 5.20 on it refuses packs without
+# its package.
 _FUSED = "mamba2_split_conv1d_scan_combined"
-# Keywords that tell of packs. A batch of single sequences has none.
+# Keywords that describe the sequences of a pack. A call for one sequence per row has none.
 _PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -29,27 +30,27 @@ _PACKING = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max
 class StateFunction:
     """A function of transformers' modules whose output at a token depends on earlier tokens."""
 
-    # Package whose kernel transformers calls instead, where it is installed.
+    # Package whose kernel transformers calls instead, if it is installed.
     package: str
-    # Makes the reference of transformers, in plain torch, restart.
+    # Returns a version of transformers' plain torch function that restarts at each sequence.
     make_restarting: Callable[[Function], Function]
-    # flash-linear-attention's kernel with the signature of transformers' function and cu_seqlens. The kernel serves
-    # where the package does not.
+    # flash-linear-attention's kernel with transformers' signature plus cu_seqlens. It is used if the package's kernel
+    # is not usable.
     kernel: Function | None = None
-    # Index, among its arguments, of the tensor with the shape of its output, and its number of results.
+    # like: index of the argument with the output's shape. results: number of values that the function returns.
     like: int = 0
     results: int = 1
 
     def empty_results(self, *args: Any) -> Any:
-        """Return empty results of the function's shapes."""
+        """Return empty tensors in the shapes of the function's results."""
         out = args[self.like].new_empty(args[self.like].shape)
         return (out, None) if self.results == 2 else out
 
 
 def install_restarts(lm: Any) -> list[str]:
-    """Make the state functions of a model's module restart at sequence boundaries. Return their names.
+    """Replace the state functions in a model's Python module by ones that restart at each sequence. Return their names.
 
-    Models of the module that are called without boundaries compute as before. Installing twice changes nothing.
+    A call without sequence boundaries computes as before. A second call changes nothing.
     """
     home = sys.modules[type(lm).__module__]
     names = [name for name in FUNCTIONS if hasattr(home, name)]
@@ -64,15 +65,15 @@ def install_restarts(lm: Any) -> list[str]:
 
 
 def _none(*_: Any, **__: Any) -> None:
-    """Leave a layer to its single functions, as the fused one does without its package."""
+    """Return None: transformers then calls the layer's single functions, as without the fused function's package."""
 
 
 @cache
 def _has_scalar_gates() -> bool:
-    """Return True if kernels with one gate a head have a backward pass here.
+    """Return True if kernels with one gate per head have a correct backward pass on this machine.
 
-    flash-linear-attention refuses it on a Hopper GPU for Triton from 3.4.0 to below 3.7.1, which computes it wrongly.
-    Kernels with a gate for every channel are right there: all channels of a head are given the same.
+    On Hopper GPUs Triton from 3.4.0 to below 3.7.1 computes it wrongly, and flash-linear-attention refuses it. Kernels
+    with one gate per channel are correct there: they get the same gate for all channels of a head.
     """
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 
@@ -80,19 +81,19 @@ def _has_scalar_gates() -> bool:
 
 
 def _serves(function: "StateFunction") -> bool:
-    """Return True if transformers' own choice of a kernel serves."""
+    """Return True if the kernel that transformers chooses is installed and works here."""
     if not is_installed(function.package):
         return False
     return function.package != "fla" or function.kernel is None or _has_scalar_gates()
 
 
 def _restart_function(original: Function, function: StateFunction) -> Function:
-    """Return the function that transformers' own is replaced by."""
-    # transformers wraps its plain torch form in the choice of a package's kernel.
+    """Return the replacement for transformers' function `original`."""
+    # `original` chooses between a package's kernel and plain torch. The plain torch function is inside the wrapper.
     reference = inspect.unwrap(original)
     restarting_reference = function.make_restarting(reference)
 
-    # Shapes depend on data here, which torch.compile cannot follow.
+    # torch.compile cannot handle shapes that depend on data.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @wraps(reference)
     def restarting(*args: Any, **keywords: Any) -> Any:
@@ -114,7 +115,7 @@ def _restart_function(original: Function, function: StateFunction) -> Function:
 
 
 def _boundaries(keywords: dict[str, Any]) -> Tensor | None:
-    """Return cu_seqlens of a call's keywords; None for a batch without packs."""
+    """Return the cu_seqlens tensor in a call's keywords; None for a call without packs."""
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if keywords.get(name) is not None:
             return keywords[name]  # type: ignore[no-any-return]
@@ -122,10 +123,10 @@ def _boundaries(keywords: dict[str, Any]) -> Tensor | None:
     return None if seq_idx is None else _sequence_ends(seq_idx)
 
 
-# All layers of a pack ask for the same tensors, and flash-linear-attention caches by the tensor.
+# Cached so that all layers of a pack get the same tensor: flash-linear-attention caches by tensor identity.
 @lru_cache(maxsize=2)
 def _sequence_ends(seq_idx: Tensor) -> Tensor:
-    """Return cu_seqlens, int32 [S + 1], of seq_idx, int32 [1, T]."""
+    """Return cu_seqlens, int32 [S + 1], from seq_idx, int32 [1, T]."""
     return F.pad(seq_idx[0].bincount().cumsum(0), (1, 0)).int()
 
 
@@ -135,9 +136,9 @@ def _long(ends: Tensor) -> Tensor:
 
 
 def _restarted_scan(reference: Function) -> Function:
-    """Make a scan over dimension 1 restart: one batch for sequences whose lengths differ by a factor of at most two.
+    """Return a scan over dimension 1 that restarts: one padded batch for each group of sequences of similar length.
 
-    Padding comes after the tokens, so no state that counts has seen it.
+    Padding comes after the tokens of a sequence, so it changes no state that is used.
     """
 
     def scan(ends: Tensor, *args: Any, **keywords: Any) -> Any:
@@ -148,7 +149,7 @@ def _restarted_scan(reference: Function) -> Function:
             readable_rows = rows.clamp(max=tokens - 1)
 
             def take_rows(argument: Any, readable_rows: Tensor = readable_rows) -> Any:
-                """Take the rows of an argument that has a row for each token."""
+                """Index an argument that has a row for each token; return other arguments unchanged."""
                 if isinstance(argument, Tensor) and argument.ndim > 2 and argument.shape[:2] == (1, tokens):
                     return argument[0][readable_rows]
                 return argument
@@ -167,7 +168,7 @@ def _restarted_scan(reference: Function) -> Function:
 
 
 def _restarted_conv(reference: Function) -> Function:
-    """Make a causal convolution restart: zeros between the sequences, as many as it looks back, in one call."""
+    """Return a causal convolution that restarts: zeros between sequences, as many as the convolution looks back."""
 
     def convolve(ends: Tensor, hidden: Tensor, weight: Tensor, *args: Any, **keywords: Any) -> Tensor:
         gap = weight.shape[-1] - 1
@@ -192,7 +193,9 @@ def _fla_conv(
     cu_seqlens: Tensor | None,
     **_: Any,
 ) -> Tensor:
-    """Convolve by flash-linear-attention's Triton kernel. hidden: [1, channels, T]; weight: [channels, width]."""
+    """Compute a convolution by flash-linear-attention's Triton kernel. hidden: [1, channels, T]; weight: [channels,
+    width].
+    """
     from fla.modules.causal_conv1d import causal_conv1d
 
     out: Tensor = causal_conv1d(
@@ -202,7 +205,7 @@ def _fla_conv(
 
 
 def _each_channel(gates: Tensor, width: int) -> Tensor:
-    """Return float32 [1, T, heads, width] of gates [1, T, heads]."""
+    """Repeat gates [1, T, heads] for `width` channels: float32 [1, T, heads, width]."""
     return gates.float()[..., None].expand(*gates.shape, width).contiguous()
 
 
@@ -217,7 +220,7 @@ def _fla_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule as Kimi's, with equal gates for all channels of a head.
+    """Compute the gated delta rule by the kernel for Kimi delta attention, with equal gates for all channels of a head.
 
     query, key: [1, T, heads, dim]; value: [1, T, heads, v_dim]; g, beta: [1, T, heads].
     """
@@ -243,7 +246,7 @@ def _fla_mamba2(
     cu_seqlens: Tensor | None,
     **_: Any,
 ) -> Tensor:
-    """Scan Mamba-2 as gated linear attention with one decay a head, exp(A dt): queries C, keys B, values dt x.
+    """Compute Mamba-2 as gated linear attention with one decay per head, exp(A dt): queries C, keys B, values dt x.
 
     hidden: [1, T, heads, head_dim]; dt: [1, T, heads]; A, D, dt_bias: [heads]; B, C: [1, T, groups, state].
     """
@@ -269,7 +272,7 @@ def _fla_mamba2(
     return out if D is None else out + D[:, None] * hidden
 
 
-# By the name in transformers' modules.
+# Name in transformers' modules -> state function.
 FUNCTIONS = {
     "causal_conv1d_fn": StateFunction("causal_conv1d", _restarted_conv, _fla_conv),
     "torch_chunk_gated_delta_rule": StateFunction("fla", _restarted_scan, _fla_delta, like=2, results=2),

@@ -1,7 +1,7 @@
-"""Headers of a folder's safetensors: names, dtypes, sizes. No torch, and no weight is read.
+"""Headers of a folder's safetensors: tensor names, dtypes, shapes. No torch, and no weight is read.
 
-Quantised weights need their scales, which rlctl does not apply. They are refused by the names and dtypes of tensors,
-even if config.json says nothing.
+Quantised weights are refused, because rlctl does not apply their scales. They are recognized by tensor names and
+dtypes, even if config.json does not mention them.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from rlctl.config.json_files import parse_object, read_object
 
 # Dtype in a header -> its name in torch.
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
-# Bits of a number, by the dtypes of safetensors 0.8.
+# Dtype of safetensors 0.8 -> bits of an element.
 _BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -26,24 +26,24 @@ _BITS = {
     "F6_E3M2": 6,
     "F4": 4,
 }
-# Bytes; safetensors' own bound.
+# Most bytes of a header, safetensors' own limit.
 _LONGEST_HEADER = 100_000_000
-# Bytes that are read at each end of a file for its digest, and at each of 128 places between: adapters that are added
-# to their base leave embedding, norm and head at the ends as they are.
+# Bytes of a file that its digest covers: at each end, and at each of 128 positions between. Both ends are not enough:
+# they have embedding, norm and head, which merging an adapter does not change.
 _END_BYTES = 1 << 20
 _PLACE_BYTES = 64 << 10
 _PLACES = 128
-# Files of weights by other names, or in other formats.
+# Patterns of weight files with other names or formats.
 _OTHERS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 _QUANTISED = re.compile(r"(.*\.)?(scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)")
-# Scale of the tensor before the underscore, weight_scale_inv of weight, or proj_scales of proj_blocks. Without such a
-# tensor it is the model's own.
+# Name of a quantisation scale, for example weight_scale_inv of weight, or proj_scales of proj_blocks. If the scaled
+# tensor does not exist, it is an ordinary parameter of the model.
 _SCALE = re.compile(r"(.*)_scale(_inv|_2|s)?")
 _PLAIN = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors of a Hugging Face folder. Raises ModelError: one is missing, or the index is broken."""
+    """Return the safetensors of a Hugging Face folder. Raises ModelError if one is missing, or the index is broken."""
     if re.search("[\ud800-\udfff]", str(folder)):
         raise ModelError(f"{folder} has a name that is not UTF-8, which safetensors does not open: rename the folder")
     index = folder / "model.safetensors.index.json"
@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
             problem = f"lists {outside_names[0]}, which is outside its folder; allowed: names of files beside it"
             raise ModelError(f"{index} {problem}")
         if (folder / "model.safetensors").exists() and "model.safetensors" not in names:
-            # transformers reads the one, vLLM the others.
+            # transformers would read model.safetensors, and vLLM the files in the index.
             problem = f"has model.safetensors, and {index.name} lists other files"
             raise ModelError(f"{folder} {problem}: remove the one that is not the model")
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def lacking(folder: Path) -> str:
-    """Return words for a folder without model.safetensors and without its index."""
+    """Return the message for a folder that has neither model.safetensors nor its index."""
     for pattern in _OTHERS:
         other = min((path.name for path in folder.glob(pattern)), default=None)
         if other is None:
@@ -82,9 +82,9 @@ def lacking(folder: Path) -> str:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise ModelError if a file of the folder is missing, cut short, or holds a tensor of quantised weights."""
+    """Raise ModelError if a weight file is missing or truncated, or has a tensor of quantised weights."""
     headers = {file: file_header(file) for file in weight_files(folder)}
-    # Names that a scale's name may begin with: those of tensors, and theirs up to an underscore.
+    # Names that may have a scale: the tensors' names, and these names up to their last underscore.
     scaled_names: set[str] = set()
     for header in headers.values():
         names = [name for name in header if not _SCALE.fullmatch(name)]
@@ -101,7 +101,7 @@ def check_weights(folder: Path) -> None:
 
 
 def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Return name -> (dtype as safetensors has it, shape) of each tensor of a folder. Raises ModelError."""
+    """Return tensor name -> (dtype in safetensors' notation, shape) for a folder. Raises ModelError."""
     headers: dict[str, tuple[str, list[int]]] = {}
     for file in weight_files(folder):
         for name, tensor in file_header(file).items():
@@ -110,9 +110,9 @@ def weight_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def digest_of_weights(folder: Path) -> str:
-    """Return the digest of a folder's safetensors: their names and sizes, both ends, and 128 places between.
+    """Return a digest of a folder's safetensors: file names, sizes, both ends, and 128 positions between.
 
-    Weights that lack a file have the digest of none.
+    If a file is missing, the digest is that of no weights.
     """
     paths = list[Path]()
     with suppress(ModelError):
@@ -156,7 +156,9 @@ def file_header(file: Path) -> dict[str, Any]:
 
 
 def _check_places(file: Path, tensors: dict[str, Any], nbytes: int) -> None:
-    """Raise ModelError unless the tensors of a header fill the bytes behind it, without overlap and without gap."""
+    """Raise ModelError unless the tensors of a header fill the `nbytes` bytes after the header, without overlap and
+    gap.
+    """
     ends = []
     for name, tensor in tensors.items():
         place = f"{file}: {name} in its header"
