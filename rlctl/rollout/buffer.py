@@ -1,9 +1,9 @@
 """Rollout buffer: admits tasks, tracks their groups, and yields the sampled and scored groups of each step.
 
-`GroupTable` holds the states of all groups, and belongs to the event loop. `StalenessRule` chooses the groups of each
-step. With `max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its
-number, so that a resumed run samples the same tokens. `RefillRule` says how many groups replace those that teach
-nothing, such as groups of equal rewards. A long wait is explained (contract 8).
+`GroupTable` has the states of all groups; only the event loop uses it. `StalenessRule` chooses the groups of each step.
+With `max_trajectory_age_steps` 0 training is synchronous. A group's seeds are a function of its number, so that a
+resumed run samples the same tokens. `RefillRule` says how many groups replace groups that teach nothing, for example
+groups of equal rewards. A long wait emits a warning that says its cause (contract 8).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
 # Returns the reason why a scored group teaches nothing and is replaced; None if the group is kept.
 WhyNothing = Callable[[RolloutGroup], str | None]
-# Takes and returns groups of a step; returns None while they have to be waited for.
+# Takes groups of the step and returns them; returns None if the step must wait for further groups.
 Attempt = Callable[[], list[RolloutGroup] | None]
 
 
@@ -99,14 +99,14 @@ class RolloutBuffer:
         dispatcher.restarted = self._restart_groups
 
     def admit(self, version: int) -> None:
-        """Begin as many groups as fit, but no more than the run still trains. version: the one that engines serve."""
+        """Begin as many groups as fit, but no more than the run will still train. version: that of the engines."""
         self._runner.check()
         self._events.ask(lambda: self._admit_at(version))
 
     def take(self, version: int, span: Span) -> list[RolloutGroup]:
-        """Wait until the groups for the places left in the step at `version` are scored, and take them.
+        """Wait until all groups that the step at `version` still lacks are scored; take and return these groups.
 
-        Groups that a synchronous step does not need are put off to the next step; no engine samples them any more.
+        Groups that a synchronous step does not need are stopped, and deferred to the next step.
         """
         surplus: list[RolloutId] = []
 
@@ -124,8 +124,8 @@ class RolloutBuffer:
         return groups
 
     def take_part(self, version: int, tokens: int, span: Span) -> list[RolloutGroup]:
-        """Wait until scored groups of the step at `version` have this number of tokens, and take them. Return an empty
-        list once the step's last groups are scored: `take` takes those."""
+        """Wait until scored groups of the step at `version` have `tokens` tokens together; take and return them.
+        Return an empty list once all groups that the step lacks are scored: `take` takes these."""
 
         def take_some() -> list[RolloutGroup] | None:
             if self._groups.select(version) is not None:
@@ -141,9 +141,9 @@ class RolloutBuffer:
         return self._wait_for_groups(version, take_some, span)
 
     def drain(self, span: Span) -> None:
-        """Stop beginning turns, and wait until no engine samples. Sampling resumes with `advance`.
+        """Begin no more turns, and wait until no engine samples. Sampling resumes with `advance`.
 
-        Engines lost meanwhile are replaced in the refit that follows, since the trainer already has the new weights.
+        Engines that are lost meanwhile are replaced in the next refit, because the trainer already has new weights.
         """
         self._wait_deadline.note_progress()
         if self._dispatcher.drain():
@@ -153,8 +153,8 @@ class RolloutBuffer:
                 self._wait_deadline.check(self._dispatcher.last_step(), self.explanation)
 
     def advance(self, version: int) -> None:
-        """Release the groups of the step, and resume sampling, now that the engines serve `version`. In an
-        asynchronous run, also admit the next groups."""
+        """End the step after a refit to `version`: release its groups, and resume sampling. In an asynchronous run,
+        also admit the next groups."""
         now = self._events.now()
         waited_share = self._waited / max(1e-9, now - self._step_began)
         self._waited = 0.0
@@ -183,7 +183,7 @@ class RolloutBuffer:
         return self._events.ask(take_lengths)
 
     def waste(self) -> Waste:
-        """Return the groups that were sampled and not trained since the last call."""
+        """Return the counts of groups that were sampled but not trained, since the last call."""
 
         def take_waste() -> Waste:
             waste = self._waste
@@ -195,7 +195,7 @@ class RolloutBuffer:
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
         """Return the state for a checkpoint, and a function that writes the READY groups into a folder.
 
-        State `groups` is for `load`. State `cursor` is the data cursor at the same moment: a refill may move it later.
+        `load` takes the state's entry `groups`. The entry `cursor` is the data cursor's state at this moment.
         """
 
         def read_state() -> tuple[dict[str, Any], dict[int, list[Rollout]]]:
@@ -211,7 +211,7 @@ class RolloutBuffer:
         return state, lambda folder: save_groups(folder, ready)
 
     def load(self, state: dict[str, Any], folder: Path, version: int) -> None:
-        """Restore the groups of a `snapshot`: READY ones stay READY, the others are sampled again at `version`."""
+        """Restore the groups of a `snapshot`: READY ones stay READY, other groups are sampled again at `version`."""
         rollouts = load_groups(folder)
 
         def load_state() -> list[GroupRecord]:
@@ -230,7 +230,7 @@ class RolloutBuffer:
         self._dispatcher.close()
 
     def explanation(self) -> str:
-        """Return a text that explains the wait: groups by state and version, engines, environments, seconds."""
+        """Return a text on the step's wait: groups by state and version, the state of engines and environments."""
         groups = self._events.ask(lambda: self._groups.describe(self._events.now()))
         return f"step {self._version + 1} waits for {groups}; {self._dispatcher.describe()}{self._runner.describe()}"
 
@@ -257,7 +257,7 @@ class RolloutBuffer:
         self, version: int, attempt: Attempt, span_cause: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
         """Repeat an attempt until it succeeds, the wait has another cause than `span_cause`, an engine is lost, or
-        TICK_S is over. Return the groups, None if there are none yet, and the cause of the wait."""
+        TICK_S is over. Return (groups or None, cause of the wait)."""
         self._version = version
         end = self._events.now() + TICK_S
         while True:
@@ -270,10 +270,10 @@ class RolloutBuffer:
                 return groups, cause
 
     def _look_after(self) -> None:
-        """Replace lost engines, resample overdue groups, explain a long silence or end the run after it."""
+        """Replace lost engines, resample overdue groups, and warn of a long silence or raise at its deadline."""
         self._runner.check()
         if self._dispatcher.repair():
-            # The seconds of the replacement must not count as a silence of the new engine.
+            # The time of the replacement must not count as a silence of the new engine.
             self._wait_deadline.note_progress()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._events.run(self._resample_overdue())
@@ -284,7 +284,7 @@ class RolloutBuffer:
         tokens_before = self._aborted_tokens
         with span("drain"):
             self._events.run(self._runner.stop(surplus))
-        # The same requests may be submitted again only once no engine has them.
+        # Wait until no engine has these requests, because the next step submits the same requests again.
         self.drain(span)
         self._dispatcher.resume()
         self._has_dropped = False
@@ -302,7 +302,7 @@ class RolloutBuffer:
         self._admit()
 
     def _admit(self) -> None:
-        """Begin the wanted groups: a first slice now, further slices in a task between the loop's other tasks."""
+        """Begin the wanted groups: a first slice now, further slices in a task, so that other tasks run in between."""
         if self._admit_slice() and not self._is_admitting:
             self._is_admitting = True
             self._events.spawn(self._admit_further_slices())
@@ -316,7 +316,7 @@ class RolloutBuffer:
             self._is_admitting = False
 
     def _admit_slice(self) -> bool:
-        """Begin at most one slice of the wanted groups, DEFERRED ones first; return True if more may be wanted."""
+        """Begin at most one slice of the wanted groups, DEFERRED ones first. Return True if the slice was full."""
         slice_size = max(1, SLICE // self._sampling.num_rollouts)
         count = max(0, min(self._count_wanted(), self._groups.room, slice_size))
         if self._is_closed or not count:
@@ -328,7 +328,7 @@ class RolloutBuffer:
         return count == slice_size
 
     def _count_wanted(self) -> int:
-        """Return the number of groups to begin, whether or not there is room."""
+        """Return the number of groups that the run wants to begin. There may be room for fewer."""
         config = self._config.grpo
         groups = self._groups
         if self._config.async_.enabled:
@@ -343,7 +343,7 @@ class RolloutBuffer:
             self._runner.begin(self._begin_group(group), self._take_ended)
 
     def _begin_group(self, group: GroupRecord) -> list[RolloutStart]:
-        """Note that a group begins now; return the specifications of its rollouts."""
+        """Set a group's begin to now; return the specifications of its rollouts."""
         group.began = self._events.now()
         return self._starts(group)
 
@@ -393,7 +393,7 @@ class RolloutBuffer:
         return any(record.state is GroupState.FILTERED for record in scored_records)
 
     async def _restart_groups(self, rollouts: list[RolloutId]) -> None:
-        """Count a failure for each group of these lost rollouts, and drop a group that has failed too often."""
+        """Count a failure for each group with rollouts on a lost engine. Drop groups that have failed too often."""
         lost_rollouts = Counter(rollout.group for rollout in rollouts if rollout.purpose == "train")
         dropped: list[GroupRecord] = []
         for number, num_lost in lost_rollouts.items():
@@ -402,7 +402,7 @@ class RolloutBuffer:
                 continue
             group.failures += 1
             if group.failures <= self._config.generation.max_generation_failures:
-                # The group only becomes younger if no token is kept: no finished turn, no rollout on another engine.
+                # The group gets the newer version only if it keeps no token of the older one.
                 all_lost = not self._runner.several_turns and num_lost == self._sampling.num_rollouts
                 self._groups.restart(number, self._version if all_lost else group.version)
                 continue
@@ -419,7 +419,7 @@ class RolloutBuffer:
         if not overdue:
             return
         stopped_groups = {rollout_id.group for rollout_id in await self._runner.stop(self._rollout_ids(overdue))}
-        # None of these groups has become complete during the wait: all of its rollouts were stopped.
+        # A group of which a rollout was stopped cannot have become complete during the wait.
         resampled = [
             self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped_groups
         ]
@@ -428,7 +428,7 @@ class RolloutBuffer:
         self._begin_rollouts(resampled)
 
     def _put_off_surplus(self) -> list[RolloutId]:
-        """Defer groups that a synchronous step does not need; return their running rollouts, for the caller to stop."""
+        """Defer groups that a synchronous step does not need. Return their running rollouts; the caller stops these."""
         surplus = self._groups.surplus()
         running = [group for group in surplus if group.state is GroupState.SAMPLING]
         self._waste.surplus += len(surplus)

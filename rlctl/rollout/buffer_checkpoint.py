@@ -51,8 +51,10 @@ def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
 
 
 def load_groups(folder: Path) -> dict[int, list[Rollout]]:
-    """Return the groups that `save_groups` wrote; empty if the files are missing. Raises EarlierVersion for files of an
-    earlier release."""
+    """Return the groups that `save_groups` wrote: group number -> rollouts. Return {} if the files are missing.
+
+    Raises EarlierVersion for files of an earlier release.
+    """
     if not (folder / _ROLLOUTS).exists():
         return {}
     with np.load(folder / _ROLLOUTS, allow_pickle=False) as file:

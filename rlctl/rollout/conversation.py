@@ -5,9 +5,9 @@
                     history rewritten    -- turn 1 -- ...
 
 A node's tokens follow the tokens of all nodes above it. Sampled tokens are never decoded and encoded again: the prompt
-of the next turn is the path's tokens followed by the tokens of the new messages. A rewritten history, as by a template
-that drops earlier thinking, is a separate branch. Each path from the root to a leaf is a training row. A sampled token
-that lies on several paths is trained in the first row only, so exactly once.
+of the next turn is the path's tokens followed by the tokens of the new messages. If the history is rewritten, for
+example by a chat template that drops earlier thinking, a new branch begins. Each path from the root to a leaf is a
+training row. A sampled token on several paths is trained in the first row only, so exactly once.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from rlctl.generation.requests import Completion
 
 @dataclass(frozen=True)
 class TrajectoryRow:
-    """One path of a conversation: T tokens to train on, with their columns."""
+    """One path of a conversation: the T tokens of a training row, with their columns."""
 
-    # int32 [T].
+    # int32 [T], token ids.
     tokens: NDArray[np.int32]
     # bool [T]: true where the policy sampled the token and this row trains the token.
     sampled: NDArray[np.bool_]
@@ -43,9 +43,9 @@ class MessageNode:
 
     # Index of the parent node; None for a root.
     parent: int | None
-    # int32 [n].
+    # int32 [n], token ids.
     tokens: NDArray[np.int32]
-    # The sampled turn; None for a node that was not sampled.
+    # The completion of a sampled turn; None for a node that was not sampled.
     completion: Completion | None = None
     # Number of the sampled turn; -1 for a node that was not sampled.
     turn: int = -1
@@ -58,10 +58,11 @@ class Conversation:
     nodes: list[MessageNode] = field(default_factory=list)
     # The conversation as text, in order.
     messages: list[Message] = field(default_factory=list)
+    # Number of sampled turns.
     turns: int = 0
 
     def add_context(self, tokens: Sequence[int], parent: int | None) -> int:
-        """Add tokens that were not sampled below the node `parent`, None for a root; return the new node's index."""
+        """Add a node of tokens that were not sampled; return the node's index. parent: None for a root."""
         self.nodes.append(MessageNode(parent, np.array(tokens, np.int32)))
         return len(self.nodes) - 1
 
@@ -88,7 +89,10 @@ class Conversation:
         return tokens
 
     def longest_beginning(self, tokens: list[int]) -> tuple[int, int | None]:
-        """Return the token count and the last node of the longest path that `tokens` begin with; (0, None) if none."""
+        """Find the longest path whose tokens are the beginning of `tokens`.
+
+        Return (number of its tokens, index of its last node); (0, None) if there is no such path.
+        """
         ends: dict[int | None, int] = {None: 0}
         for index, node in enumerate(self.nodes):
             start = ends.get(node.parent)
@@ -106,7 +110,7 @@ class Conversation:
         return [node.completion for node in self.nodes if node.completion]
 
     def rows(self) -> list[TrajectoryRow]:
-        """Return the training rows, each cut after its last sampled token. A path without one gives no row."""
+        """Return the training rows, each cut after its last sampled token. A path without sampled tokens has no row."""
         parents = {node.parent for node in self.nodes}
         # Indices of the nodes that an earlier row trains.
         trained: set[int] = set()

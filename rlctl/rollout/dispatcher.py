@@ -1,4 +1,4 @@
-"""Dispatcher: every turn of a run is sampled through it. It gives turns to engines with room, and returns answers.
+"""Dispatcher: samples every turn of a run. It gives turns to engines with room, and returns the engines' answers.
 
     sample_turn -> PENDING -- engine has room --> SAMPLING -- answer --> returned
                       ^                            |    |
@@ -6,21 +6,22 @@
 
 The rollouts of a group go to one engine, where they share the cached prefix of their prompt. An engine gets no more new
 rollouts than it decodes at a time, and one group ahead. The other turns are PENDING here, so that a free engine finds
-work while another one finishes its longest answers. A later turn goes before new groups, to the engine of the turn
-before, which has the prefix cached. An engine holds up to twice as many turns as it decodes at a time: no other engine
-should take them, and turns that wait inside the engine begin without a round trip to the driver. While turns wait
-inside an engine, it gets new turns in batches, up to 0.2 s later. A rollout that ended makes room at once, not
-only with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1 times the mean, so that engines
-would be a third full.
+work while another engine finishes its longest answers. A rollout's later turn goes before new groups, to the engine of
+its previous turn, which has the prefix cached. For later turns an engine takes up to twice as many turns as it decodes
+at a time: no other engine should take them, and turns that wait inside the engine begin without a round trip to the
+driver. While turns wait inside an engine, it gets new turns in batches, up to 0.2 s later. A rollout that has ended
+makes room at once, not only when its whole group has ended: of eight answers of log-normal lengths (sigma 1) the
+longest is 3.1 times the mean, so that engines would be a third full.
 
-In a synchronous run, an engine begins episodes until its cache is full, at most twice the number that it decodes at a
-time, and they advance together: otherwise the episodes that begin last would be alone in the engine at the end of the
-step. While environments are slow, the engine begins more episodes rather than decode fewer. In an asynchronous run
-steps overlap and have no such end, and an episode that ends early has younger tokens.
+In a synchronous run, an engine begins episodes (rollouts of several turns) until its cache is full, at most twice the
+number that it decodes at a time. They advance together. Otherwise the episodes that begin last would be alone in the
+engine at the end of the step. While environments are slow, the engine begins more episodes rather than decode fewer. An
+asynchronous run does not do this: its steps overlap and have no such end, and an episode that ends early has younger
+tokens.
 
-All state belongs to the event loop. Each engine has one task for answers and one for orders, so no other engine waits
-for a hanging or slow one (70 ms to begin 512 rollouts of the tiny model). An event costs the same with any number of
-engines and turns. The training thread replaces engines, in `repair`, while it waits for rollouts.
+Only the event loop uses the state. Each engine has one task that collects answers and one that sends orders, so no
+engine waits for a hanging or slow one (to begin 512 rollouts of the tiny model takes 70 ms). An event costs the same
+with any number of engines and turns. The training thread replaces engines, in `repair`, while it waits for rollouts.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied
 
-# Longest wait for the calls of engines to end, seconds: longer than one call of `Engine.collect`.
+# `close` waits at most this long for running calls of engines. One call of `Engine.collect` takes less.
 _CLOSE_S = 3.0
 
 
@@ -65,8 +66,8 @@ class RolloutDispatcher:
     ) -> None:
         """Begin to collect from the engines.
 
-        events: loop on which rollouts are played; None: a new one, which `close` ends. together: True if all submitted
-        turns are waited for as a whole, as in a synchronous step.
+        events: loop on which rollouts are played; None: a new one, which `close` ends. together: True if the caller
+        waits for all submitted turns as a whole, as in a synchronous step.
         """
         self._owns_events = events is None
         self.events = events or EventLoop("rollouts")
@@ -75,7 +76,7 @@ class RolloutDispatcher:
         self._wait_deadline = WaitDeadline(self.events.now, run, emit)
         # Called with the rollouts of lost engines, which continue on other engines.
         self.restarted: Callable[[list[RolloutId]], Awaitable[None]] = _ignore_restarts
-        # Number of tokens in answers that came in the same iteration as their turn's abort.
+        # Number of tokens in answers that came in the same iteration of the event loop as the abort of their turn.
         self._late_tokens = 0
         self._closed = False
         # Turns that were submitted in this iteration of the event loop.
@@ -83,7 +84,7 @@ class RolloutDispatcher:
         self._placement = TurnPlacement(pool.at_a_time, together=together)
         # Set when an engine has no turns left, or is lost.
         self._emptied = asyncio.Event()
-        # Set when the training thread's wait may be over: by callbacks of that wait, and when an engine is lost.
+        # Wakes a wait of the training thread. Set by the callbacks of the wait, and when an engine is lost.
         self.news = asyncio.Event()
         # True from the loss of an engine until `repair`.
         self.has_lost = False
@@ -161,7 +162,7 @@ class RolloutDispatcher:
         """Sample one group for each task, ahead of all PENDING turns; return the groups in the order of the tasks.
 
         runner: plays the rollouts with these engines. first_place: index of the first task among the
-        `sampling.groups_per_step` tasks of this version; the seeds follow from it.
+        `sampling.groups_per_step` tasks of this version. Seeds depend on this index.
         Engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was sampled for
         `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
@@ -191,7 +192,7 @@ class RolloutDispatcher:
         while not self.events.run(wait_a_tick()):
             runner.check()
             if self.repair():
-                # The seconds of the replacement must not count as a silence of the new engine.
+                # The time of the replacement must not count as a silence of the new engine.
                 self._wait_deadline.note_progress()
             self._wait_deadline.check(
                 max(self.last_step(), runner.last_step),
@@ -200,19 +201,19 @@ class RolloutDispatcher:
         return [RolloutGroup(task, [ended[start.id] for start in starts]) for task, starts in zip(tasks, groups)]
 
     def drain(self, seconds: float = 0.0) -> bool:
-        """Begin no more turns until `resume`; return True once no live engine has a turn.
+        """Begin no more turns until `resume`. Wait up to `seconds` until no live engine has a turn.
 
-        seconds: longest wait. Returns False if turns are still being sampled after it.
+        Return False if turns are still being sampled after that time.
         """
         self.events.check()
         return self.events.run(self._wait_until_drained(seconds))
 
     def resume(self) -> None:
-        """Begin turns again, after a refit. Turns of engines that the refit replaced begin at their first token."""
+        """Allow turns to begin again, after a refit. Turns of engines that the refit replaced restart from token 0."""
         self.events.run(self._resume())
 
     def repair(self) -> bool:
-        """Replace engines that are lost or silent; their turns begin again. Returns True if an engine was replaced.
+        """Replace engines that are lost or silent, and restart their turns. Return True if an engine was replaced.
 
         Call it only while the trainer has the weights of the pool's version. Raises RuntimeError when
         `generation.max_restarts` are used up.
@@ -299,7 +300,7 @@ class RolloutDispatcher:
         return self._pool.slots[queue.index] is queue.worker
 
     async def _adopt_replaced(self) -> None:
-        """Open queues for the engines that `repair` or a refit has put in place; begin the old ones' turns again."""
+        """Open queues for new engines, by `repair` or a refit, and restart the turns of the engines they replaced."""
         turns: list[SubmittedTurn] = []
         old_queues = [queue for queue in self._queues if not self._is_current(queue)]
         for queue in old_queues:

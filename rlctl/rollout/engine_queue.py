@@ -1,4 +1,4 @@
-"""Queue of one engine: its turns, and the two tasks that call it: one sends orders, one collects answers."""
+"""Queue of one engine: the turns that it samples, and two tasks: one sends it orders, one collects its answers."""
 
 import asyncio
 from collections import deque
@@ -12,6 +12,7 @@ from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
+# A method of `Engine` that takes a list: `submit` takes requests, `abort` takes ids of requests.
 Order = Callable[[Engine, list[Any]], int | None]
 # Errors of a call after which the engine is lost: it must be replaced.
 _LOSSES = (WorkerDied, WorkerError, WorkerTimeout)
@@ -20,16 +21,17 @@ _COLLECT_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class SubmittedTurn:
-    """One turn without an answer: PENDING without a `queue`, SAMPLING with a `queue`, ABORTING once it has
-    `stopped`."""
+    """One turn without an answer. It is PENDING while `queue` is None, then SAMPLING, and ABORTING once `stopped` is
+    set."""
 
     request: TurnRequest
     # Cancelled when no player waits for the answer any more.
     answer: "asyncio.Future[Completion]"
     # True if the turn goes before all other turns that wait for an engine.
     ahead: bool = False
-    # True if its rollout may have further turns, until `RolloutDispatcher.finish`.
+    # True if the turn's rollout may have further turns, until `RolloutDispatcher.finish`.
     turns_follow: bool = False
+    # The engine that samples the turn.
     queue: "EngineQueue | None" = None
     # Done when the engine has confirmed the abort, or is lost.
     stopped: "asyncio.Future[None] | None" = None
@@ -44,7 +46,7 @@ class EngineStatus:
     sampling: int
     # Number of aborted turns whose abort the engine has not confirmed.
     aborting: int
-    # Most tokens that these turns may have.
+    # The most tokens that all of its turns may sample together.
     load: int
     # Seconds since the engine last did anything.
     silent_s: float
@@ -53,7 +55,7 @@ class EngineStatus:
 
 
 class EngineQueue:
-    """One engine and its turns. It belongs to the event loop.
+    """One engine and its turns. Only the event loop uses it.
 
     index: slot in the pool. at_a_time: number of turns that the engine decodes at a time. changed: called when turns
     have ended, when the engine's capacity is known, or when the engine is lost.
@@ -76,7 +78,7 @@ class EngineQueue:
         self._note_change = changed
         # SAMPLING and ABORTING turns.
         self.turns: dict[RequestId, SubmittedTurn] = {}
-        # Most tokens that these turns may have.
+        # The most tokens that these turns may sample together.
         self.load = 0
         # Batches of later turns of this engine's rollouts, which wait until the engine has room.
         self.waiting: deque[list[SubmittedTurn]] = deque()
@@ -93,7 +95,7 @@ class EngineQueue:
         self._orders: deque[tuple[Order, list[Any]]] = deque()
         # Time since which the first order waits.
         self._orders_since = 0.0
-        # Set when the sending task must look at the orders again.
+        # Wakes the sending task, so that it looks at the orders again.
         self._hurry = asyncio.Event()
         self._is_sending = False
         self._is_closed = False
@@ -188,8 +190,8 @@ class EngineQueue:
                 self.aborted_tokens += len(completion.tokens)
             else:
                 turn.answer.set_result(completion)
-            # An ABORTING turn stays until the engine confirms. Otherwise the same turn could be submitted again before
-            # the engine gets the abort, and the abort would stop the new one.
+            # An ABORTING turn stays until the engine has confirmed the abort. Otherwise the same turn could be
+            # submitted again before the engine gets the abort, which would then stop the new turn.
             if not turn.stopped:
                 self._remove_turn(turn)
         self._hurry.set()
@@ -209,7 +211,7 @@ class EngineQueue:
             self._spawn(self._send_orders())
 
     async def _send_orders(self) -> None:
-        """Send the engine its orders while there are any."""
+        """Send the queued orders to the engine, until none is left or the engine is lost."""
         while self._orders and not self.lost and not self._is_closed:
             seconds = self._gather_until() - self._events.now()
             if seconds > 0:

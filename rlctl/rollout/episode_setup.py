@@ -1,4 +1,4 @@
-"""Set-up of a run's episodes: reads and tries the environments of its config before anything starts."""
+"""Set-up of a run's episodes: loads its environments, and tries one episode before anything starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from rlctl.telemetry.metrics import Metric, from_record
 from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
-# Key of a rollout function, and key of an agent: the same in the config and in the pool.
+# Keys of a rollout function and of an agent in the environment pool. They are the names of the config's sections.
 _FUNCTION = "rollout"
 _AGENT = "agent"
 _UNWRITTEN = "data.chat_template: the template leaves out {}: the model does not see it; set another template"
@@ -171,10 +171,10 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
 
 
 def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
-    """Call the rollout function on a task, with the row's answer as the sample. Return a line for the user on it.
+    """Call the rollout function on a task, with the row's answer as each sample. Return a line for the user.
 
-    Raises UnusableEnvironmentError if it fails. For a row without an answer the sample is made up, and the function may
-    refuse it: then only an exception that looks like a bug is a failure.
+    Raises UnusableEnvironmentError if the function fails. If the row has no answer, the samples are made up, and the
+    function may refuse them: then only an exception that looks like a bug is a failure.
     """
     answer: list[int] = []
     if first.answer:
@@ -197,7 +197,7 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
 def _try_agent(
     config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool
 ) -> tuple[str, TriedFunction]:
-    """Run the agent on a task; each turn is the row's answer, or "yes". Return a line for the user, and the trial.
+    """Run the agent on a task; each turn is the row's answer, or "yes". Return (line for the user, the trial's record).
 
     Raises UnusableEnvironmentError for a bug, a broken contract, and an agent whose rollouts would have no reward. The
     agent may fail on the made-up turns, but not before it has received one.

@@ -7,11 +7,12 @@
           engine lost, resume |  |  +----- dropped: failed too often, no rollout --+                 | no budget left
           or resample (due) --+--+                            +-- scored, teaches nothing --> FILTERED -- release -->
 
-DEFERRED: drawn, and to be sampled later: a resume found no room, as after a change of N or S, or a synchronous step
-did not need the group (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED: every rollout has
-ended. READY: every rollout is scored; a dropped group has no rollouts. FILTERED: scored, but it teaches nothing, and
-another group is sampled in its place. TAKEN: in the current step. Only `release` removes a group, so none is lost. It
-removes the number too, so none is trained twice. Groups of validation and the parity check are not kept here.
+DEFERRED: drawn, but sampled later, because a resume found no room (for example after a change of N or S), or because a
+synchronous step did not need the group (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED:
+every rollout has ended. READY: every rollout is scored; a dropped group has no rollouts. FILTERED: scored, but it
+teaches nothing, and another group is sampled in its place. TAKEN: in the current step. Only `release` removes a group,
+so none is lost. A removed group's number is unknown afterwards, so no group is trained twice. Groups of validation and
+the parity check are not in the table.
 
 Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence at most 4 groups.
 
@@ -21,7 +22,7 @@ Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence a
     3 4 5 sampled and scored   select(1) -> None      0 and 3 are due at version 1 and fill the step: wait for 0
                                overdue(1) -> [0]      ... or resample it at version 1, then select(1) -> [3, 4]
 
-No clock, no processes, no lock. Groups are indexed by state, so that an event need not look at all groups.
+This module has no clock, processes or locks. Groups are indexed by state, so that an event need not look at all groups.
 """
 
 from collections import Counter
@@ -54,7 +55,7 @@ _NEXT = {
     GroupState.FILTERED: {GroupState.TAKEN, GroupState.DEFERRED},
     GroupState.TAKEN: set[GroupState](),
 }
-# States of groups that hold no place in the order of training.
+# States of groups that are not in the order of training.
 _ASIDE = (GroupState.DEFERRED, GroupState.FILTERED)
 # States of groups that the current step may still take.
 _NOT_TAKEN = (GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.FILTERED)
@@ -66,7 +67,7 @@ _SAVED_FIELDS = ("number", "version", "place", "finished", "attempt", "failures"
 class GroupRecord:
     """One group of the run."""
 
-    # Number of the draw of its task: the data cursor's position.
+    # Number of the draw of its task, which is the data cursor's position. It identifies the group.
     number: int
     task: Task
     # Weight version at which its oldest rollout began. No token of the group is older.
@@ -100,13 +101,14 @@ class GroupRecord:
 class GroupTable:
     """Groups of a run by number, in the order of their places. Methods raise KeyError for an unknown number.
 
-    budget: most groups that teach nothing and are replaced in each step.
+    budget: the most groups that one step may replace because they teach nothing.
     """
 
     def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
         self.rule = rule
         self._budget = budget
-        # Number of groups that an asynchronous run may replace. It has the groups of max_age + 1 steps in flight.
+        # Number of groups that an asynchronous run may still replace. The groups of max_age + 1 steps are in flight,
+        # so it begins with the budgets of this number of steps.
         self._max_credit = (rule.max_age + 1) * budget
         self._credit = self._max_credit
         self._groups: dict[int, GroupRecord] = {}
@@ -134,14 +136,14 @@ class GroupTable:
     def room(self) -> int:
         """Number of further groups that may be admitted.
 
-        A synchronous step may have up to `budget` groups beyond its own. It puts off those that it does not need.
+        A synchronous step may begin up to `budget` groups more than it trains. It defers those that it does not need.
         """
         surplus = 0 if self.rule.max_age else self._budget - self.count(GroupState.FILTERED)
         return self.rule.capacity + surplus - self.active
 
     @property
     def places(self) -> int:
-        """Number of free places in the current step."""
+        """Number of groups that the current step still lacks."""
         return self.rule.groups_per_step - self.count(GroupState.TAKEN)
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
@@ -161,7 +163,7 @@ class GroupTable:
         return dict(sorted(Counter(group.version for group in groups).items()))
 
     def describe(self, now: float) -> str:
-        """Return a text: the cause of the step's wait, and the number of groups by state and by version."""
+        """Return a text on the cause of the step's wait, and on the number of groups by state and by version."""
         text: str = self.waits_for()
         sampling = self.in_state(GroupState.SAMPLING)
         if sampling:
@@ -175,7 +177,7 @@ class GroupTable:
         return f"{text}, {self.count(GroupState.TAKEN)} taken for the step ({versions})"
 
     def admit(self, tasks: Mapping[int, Task], version: int) -> list[GroupRecord]:
-        """Begin new or DEFERRED groups, while the generator serves `version`. tasks: by the groups' numbers. Raises
+        """Begin new or DEFERRED groups, while the generator serves `version`. tasks: group number -> task. Raises
         ValueError if the groups do not fit."""
         if len(tasks) > self.room:
             limit = self.active + self.room
@@ -206,14 +208,15 @@ class GroupTable:
         group.reason = reason or ""
         if is_filtered and self.rule.max_age:
             self._credit -= 1
-            # Later groups move up by one place. Otherwise the window of `windowed_fifo` would hold too few groups.
+            # Later groups move up by one place. Otherwise there would be too few groups in the window of
+            # `windowed_fifo`.
             for other in self._list_waiting():
                 if other.place > group.place:
                     other.place -= 1
             self._placed -= 1
 
     def drop(self, number: int) -> None:
-        """Make a SAMPLING group READY without rollouts. Its step counts it as dropped."""
+        """Make a SAMPLING group READY without rollouts. The step that takes the group counts it as dropped."""
         group = self._groups[number]
         group.rollouts = {}
         self._move(group, GroupState.READY)
@@ -229,7 +232,7 @@ class GroupTable:
             group.version = max(group.version, version)
 
     def resample(self, number: int, version: int) -> GroupRecord:
-        """Begin all rollouts of a group again at `version`. `overdue` does not name the group a second time."""
+        """Begin all rollouts of a group again at `version`. A group is resampled once: `overdue` then skips it."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLING)
         self._remove_group(number)
@@ -241,8 +244,8 @@ class GroupTable:
         return group
 
     def select(self, version: int) -> list[int] | None:
-        """Return the numbers of the groups for all places left in the step at `version`, in the order of their draws;
-        None while groups have to be waited for."""
+        """Return the numbers of all groups that the step at `version` still lacks, in the order of their draws; None
+        if the step must wait for groups."""
         # Cheaper than `select_part`, which would run after every finished group.
         if self.count(GroupState.READY, GroupState.FILTERED) < self.places:
             return None
@@ -250,8 +253,8 @@ class GroupTable:
         return chosen if len(chosen) == self.places else None
 
     def select_part(self, version: int) -> list[int]:
-        """Return the numbers of groups that may train at `version` whatever happens to the others, in the order of
-        their draws. They are fewer than the places left if further groups have to be waited for."""
+        """Return the numbers of complete groups that may train at `version` independently of unfinished groups, in the
+        order of their draws. They are fewer than `places` if the step must wait for further groups."""
         if not self.rule.max_age:
             return self._select_first_drawn()
         waiting = self._list_waiting()
@@ -277,14 +280,14 @@ class GroupTable:
         return chosen
 
     def surplus(self) -> list[GroupRecord]:
-        """Return the groups that a synchronous step does not need: those drawn after its last one, once it is full."""
+        """Return the groups that a full synchronous step does not need: those drawn after the last group it took."""
         if self.rule.max_age or self.places:
             return []
         last = max(group.number for group in self.in_state(GroupState.TAKEN))
         return [group for group in self.in_state(*_NOT_TAKEN) if group.number > last]
 
     def put_off(self, groups: list[GroupRecord]) -> None:
-        """Defer groups: the next step samples them again with its weights and the same seeds."""
+        """Defer groups: the next step samples them again, with the weights of that step and the same seeds."""
         for group in groups:
             self._move(group, GroupState.DEFERRED)
             group.rollouts = {}
@@ -308,10 +311,10 @@ class GroupTable:
         return released
 
     def overdue(self, version: int) -> list[int]:
-        """Return the numbers of SAMPLING groups that are due at `version` while enough others are complete for a step.
+        """Return the numbers of SAMPLING groups for which the step at `version` must wait only because they are due.
 
-        If they are resampled, the step need not wait. Empty if too few other groups are complete, or if a due group was
-        resampled before.
+        If they are resampled, the step can train other groups. Return [] if too few other groups are complete, or if a
+        due group was resampled before.
         """
         waiting = self._list_waiting()
         sampling = [group for group in waiting if group.state is GroupState.SAMPLING]
@@ -343,7 +346,7 @@ class GroupTable:
         task: Callable[[int], Task],
         rollouts: Mapping[int, list[Rollout]],
     ) -> list[GroupRecord]:
-        """Restore the state of `state_dict`. task: returns the task of a draw. rollouts: those of READY groups.
+        """Restore the state of `state_dict`. task: returns the task of a group number. rollouts: of READY groups.
 
         A READY group stays READY if all deadlines can be kept. Returns the other groups, for the caller to sample again
         at `version`. Groups without room become DEFERRED.

@@ -1,4 +1,4 @@
-"""Ports `Policy` and `Player`: a player plays a rollout by a coroutine, and samples each turn with `policy.sample`."""
+"""Interfaces `Policy` and `Player`: a player is a coroutine that plays a rollout. It samples with `policy.sample`."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from rlctl.rollout.types import Rollout, RolloutStart
 class Policy(Protocol):
     """The policy, as the player of one rollout sees it.
 
-    A request's id holds the player's rollout (`RolloutStart.id`) and the number of the turn. Turn 0 begins a try. The
+    A request's id has the id of the rollout (`RolloutStart.id`) and the number of the turn. Turn 0 begins a try. The
     seed must be `turn_seed(start.seed, turn)` and the temperature `start.temperature`, so that a resumed run samples
     the same tokens. `max_new_tokens` is at least 1, and prompt and new tokens must fit the model's length: an engine
     raises for a longer request, and is then replaced.
@@ -19,12 +19,12 @@ class Policy(Protocol):
         """Sample a turn: return its tokens with their log-probs and weight versions. A refit may change the version
         within a turn.
 
-        The call waits while the engines are full, paused for new weights, or being replaced. It has no deadline: the
-        training loop has one, and ends the run. Turns of one rollout that are awaited together are sampled together,
-        on one engine. The caller does not notice the loss of an engine: another engine samples the same request from
-        its first token. A request's id may be used again once its call has ended. A cancelled call ends when the
-        engine has confirmed that it stopped, or is lost: pass the CancelledError on. Any other exception, as for a
-        call while the engines sleep, is a defect and ends the run.
+        The call waits while the engines are full, paused for new weights, or being replaced. It has no deadline, but
+        the training loop has one, and ends the run. Turns of one rollout that are awaited together are sampled
+        together, on one engine. If an engine is lost, the caller does not notice: another engine samples the same
+        request from its first token. A request's id may be used again once its call has ended. A cancelled call ends
+        when the engine has confirmed that it stopped, or is lost; the caller must let the CancelledError pass. Any
+        other exception, for example for a call while the engines sleep, is a defect and ends the run.
         """
 
 
@@ -35,8 +35,8 @@ class Player(Protocol):
     anything but the policy reports these waits in `describe`.
     """
 
-    # True if a rollout may have further turns: finished turns then keep their tokens and versions when an engine is
-    # lost. False for a player that samples once: its rollouts begin afresh on another engine.
+    # True if a rollout may have several turns. If an engine is lost, finished turns then keep their tokens and
+    # versions. False for a player that samples once: its rollouts begin again on another engine.
     several_turns: bool = False
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:

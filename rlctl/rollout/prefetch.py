@@ -1,9 +1,9 @@
 """Number of groups that an asynchronous run keeps in progress: enough to keep the trainer busy, and no more.
 
-The bound on age is a bound, not a target. If the generator is faster, groups that wait for the trainer only grow older.
-If the trainer is faster, every group that the bound allows is in progress. Measured on the tiny run, whose trainer is
-slower: with bound 4 and all groups that it allows in progress, held-out accuracy after 240 steps was 0.870 at a mean
-age of 3.90; the synchronous run reached 0.945. No clock and no processes.
+The bound on age (`max_trajectory_age_steps`) is a bound, not a target. If the generator is faster, groups that wait for
+the trainer only grow older. If the trainer is faster, every group that the bound allows is in progress. Measured on the
+tiny run, whose trainer is slower: with bound 4 and as many groups in progress as the bound allows, held-out accuracy
+after 240 steps was 0.870 at a mean age of 3.90; the synchronous run reached 0.945. No clock and no processes.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ class AdaptivePrefetch:
         self._is_adaptive = adaptive
         self._min_target = min(2 * num_prompts_per_step, capacity)
         self.target = self._min_target if adaptive else capacity
-        # For each of the last steps, the complete groups at its end minus the groups of one step.
+        # For each of the last steps: number of complete groups at its end, minus the groups of one step.
         self._surpluses: deque[int] = deque(maxlen=STEPS)
 
     def resume(self, target: int) -> None:

@@ -28,11 +28,12 @@ class RefillRule:
         self._last_steps: deque[tuple[int, int]] = deque(maxlen=STEPS)
 
     def in_flight(self, filtered: int, ready: int) -> int:
-        """Return how many unfiltered groups a synchronous step keeps: the `ready` ones, and 1 / (1 - share) groups
-        being sampled for each of the N - ready places left. share: expected share of useless groups.
+        """Return the number of groups, without useless ones, that a synchronous step has in progress.
 
-        filtered, ready: numbers of groups of the current step scored so far. The share counts N imaginary useful groups
-        too, so that a run's first few groups do not decide it.
+        These are the `ready` groups, and for each of the N - ready groups that it lacks 1 / (1 - share) groups that are
+        sampled. share: expected share of useless groups. It is measured over the last steps and N imaginary useful
+        groups, so that the first few groups of a run do not decide it. filtered, ready: numbers of useless and useful
+        groups that were scored in the current step.
         """
         size = self._groups_per_step
         all_ended = sum(ended for _, ended in self._last_steps) + filtered + ready + size

@@ -1,4 +1,4 @@
-"""Runner of rollouts: plays each one in its own asyncio task on the driver's event loop, and samples by the dispatcher.
+"""Runner of rollouts: plays each rollout in an asyncio task on the driver's event loop. The dispatcher samples turns.
 
     begin -> task -- policy.sample --> engines -- answer --> task goes on ... -- returns --> ended(rollout)
                                                               \
@@ -16,8 +16,9 @@ from rlctl.rollout.policy import Player
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.utils.event_loop import EventLoop
 
+# Called with a rollout that has ended.
 Ended = Callable[[Rollout], None]
-# Longest wait for engines to confirm an abort, seconds. An engine that hangs gets no new work meanwhile.
+# `stop` waits at most this long for engines to confirm an abort. An engine that hangs gets no new work meanwhile.
 _ABORT_S = 5.0
 _CLOSE_S = 3.0
 # Number of rollouts begun before the event loop's other tasks run again: 6 ms of a core at 50 us a rollout.
@@ -25,7 +26,7 @@ SLICE = 128
 
 
 class Engines(Protocol):
-    """Interface that a runner needs of `RolloutDispatcher`. The methods belong to the event loop."""
+    """The part of `RolloutDispatcher` that a runner uses. The methods must be called on the event loop."""
 
     @property
     def events(self) -> EventLoop:
@@ -48,7 +49,7 @@ class RunningRollout:
     # True if its turns go before all other turns that wait for an engine.
     ahead: bool
     task: "asyncio.Task[None]" = field(init=False)
-    # Number of its turns that are waiting or being sampled.
+    # Number of turns of this rollout that wait for an engine or are being sampled.
     waits: int = 0
     # Number of sampled tokens in the finished turns of this try.
     sampled: int = 0
@@ -69,7 +70,7 @@ class RunningRollout:
 
 
 class RolloutRunner:
-    """Plays rollouts with a dispatcher's engines. `begin` and `stop` belong to the event loop."""
+    """Plays rollouts with a dispatcher's engines. `begin` and `stop` must be called on the event loop."""
 
     def __init__(self, player: Player, engines: Engines) -> None:
         self._player = player
@@ -158,7 +159,7 @@ class RolloutRunner:
         try:
             played = await self._player.play(rollout.start, rollout)
         finally:
-            # A rollout that was stopped may be running again, as another task: its engine must not be told.
+            # Do not call `finish` if the rollout was stopped and runs again in another task: that task has more turns.
             if self._player.several_turns and self._running.get(rollout_id, rollout) is rollout:
                 self._engines.finish([rollout_id])
         # A rollout that was stopped meanwhile is not passed to `ended`.

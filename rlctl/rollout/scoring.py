@@ -1,4 +1,4 @@
-"""Scores of groups: the config's rewards of the text, and the environment's reward (contract 11)."""
+"""Scores of groups: from the config's reward functions and from the environment's reward (contract 11)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.types import Decode, PlayedEpisode, Rollout, RolloutGroup
 
-# Number of tokens at a prompt's end that are decoded: enough for an opened tag such as <think> and blanks behind it.
+# Number of tokens at the end of a prompt that are decoded: enough for an opening tag such as <think> and white space.
 _PROMPT_END = 32
 
 
@@ -23,8 +23,8 @@ class GroupScorer:
     decode: Decode
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with a score for each rollout. No reward function sees a failed episode: its value is
-        None."""
+        """Return the groups with a score for each rollout. A failed episode is not passed to reward functions: its
+        value is None."""
         texts = iter(self.decode([_tokens_to_decode(rollout) for group in groups for rollout in group.rollouts]))
         inputs: list[RewardInput] = []
         episode_rewards: list[dict[str, float]] = []

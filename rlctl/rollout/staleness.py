@@ -1,9 +1,9 @@
-"""Rule of staleness: chooses the next groups to train, so that no group is ever too old. Pure functions.
+"""Staleness rule: chooses the next groups to train, so that no group ever exceeds the bound on age. Pure functions.
 
 A group trains at version v only if its age, v minus the oldest version among its tokens, is at most S (contract 1).
 
 Symbols: N is the number of groups in a step, S = max_age, v the version of the next step. A group admitted while the
-generator serves version g has no token older than g, so it keeps the bound if it trains at version g + S or before:
+generator serves version g has no token older than g, so it keeps the bound if it trains at version g + S or before.
 g + S is its deadline. F(d) is the number of groups with a deadline of at most d. At most C = (S + 1) N groups are
 between admission and the end of their step. Hence at the start
 
@@ -17,9 +17,9 @@ A group that teaches nothing may leave before its step, and no F(d) grows. Anoth
 with deadline v + S, where F is at most C less the groups that the step has taken: the inequality holds with the
 remaining places for N.
 
-A step may be taken in parts, before all of its groups are complete. Its places are then filled one by one, and the
-inequality holds with the remaining places for N. Groups that complete first are taken first: one that the policy
-prefers, but completes later, may train a step later.
+A step may be taken in parts, before all of its groups are complete. The inequality then holds with the number of groups
+that the step still lacks in place of N. Groups that complete first are taken first. So a group that comes first in the
+order of the policy, but completes later, may train a step later.
 
 No policy deadlocks: all groups of a step are being sampled already, the version does not change while the step waits,
 and sampling never waits for the trainer. `in_order` waits for the oldest group. The oldest group always lies in the
@@ -38,9 +38,9 @@ TrainingOrder = Literal["windowed_fifo", "in_order", "ready_first"]
 
 
 class Aged(Protocol):
-    """A group as the rule sees it."""
+    """The fields of a group that the rule needs."""
 
-    # Lower bound of the versions of the group's tokens.
+    # Lower bound on the weight versions of the group's tokens.
     version: int
     # Place in the order of training.
     place: int
@@ -83,7 +83,7 @@ class StalenessRule:
     def choose(
         self, groups: Sequence[Group], complete: Callable[[Group], bool], version: int, places: int
     ) -> list[Group]:
-        """Return complete groups for the `places` left in the step at `version`: fewer if others must be waited for.
+        """Return up to `places` complete groups for the step at `version`: fewer if the step must wait for others.
 
         groups: all groups that no step has taken yet, in the order of their places.
         """

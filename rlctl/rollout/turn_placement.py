@@ -1,4 +1,4 @@
-"""Placement of turns on engines. An event costs the same with any number of engines."""
+"""Placement of turns on engines. A new or finished turn costs the same time with any number of engines."""
 
 import heapq
 from collections import deque
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from rlctl.generation.requests import RequestId, RolloutId
 from rlctl.rollout.engine_queue import EngineQueue, SubmittedTurn
 
-# Most turns of an engine, waiting ones included, over the number decoded at a time.
+# An engine has at most this many times as many turns, waiting ones included, as it decodes at a time.
 _TURNS_PER_PLACE = 2
 # A heap is rebuilt when fewer than one in this many of its entries is up to date.
 _STALE_ENTRIES = 4
@@ -46,8 +46,8 @@ class LeastLoaded:
 class TurnPlacement:
     """PENDING turns, and the choice of an engine for each turn.
 
-    at_a_time: number of turns that an engine decodes at a time. together: True if all submitted turns are waited for
-    as a whole, as in a synchronous step.
+    at_a_time: number of turns that an engine decodes at a time. together: True if the caller waits for all submitted
+    turns as a whole, as in a synchronous step.
     """
 
     def __init__(self, at_a_time: int, *, together: bool) -> None:
@@ -67,8 +67,8 @@ class TurnPlacement:
         self._episode_engines = LeastLoaded()
 
     def add(self, turns: Sequence[SubmittedTurn]) -> None:
-        """Begin turns as engines have room. A rollout's later turn goes before all others, to the engine that sampled
-        the turn before."""
+        """Begin turns as engines have room. A rollout's later turn goes before all other turns, to the engine that
+        sampled its previous turn."""
         # Engines that got a later turn, in order. A dict keeps the order, and each engine once.
         homes: dict[EngineQueue, None] = {}
         for batch in batch_turns(turns):
@@ -162,7 +162,7 @@ class TurnPlacement:
         self._note_room(queue)
 
     def _note_room(self, queue: EngineQueue) -> None:
-        """Note whether an engine takes rollouts. The docstring of dispatcher.py explains the limits."""
+        """Decide if an engine takes further rollouts. The docstring of dispatcher.py explains the limits."""
         is_live = queue.lost is None
         num_turns = len(queue.turns)
         max_turns = _TURNS_PER_PLACE * self._at_a_time

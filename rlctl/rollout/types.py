@@ -100,7 +100,7 @@ class PlayedEpisode:
     tool_errors: int
     # Failed tool calls in which the tool's own code raised.
     tool_raised: int = 0
-    # Number of control tokens (such as <|im_end|>) that rows, environment or tools wrote out; encoded as plain text.
+    # Number of control tokens (such as <|im_end|>) in texts of rows, environment or tools; they are encoded as text.
     spelled: int = 0
     # Number of malformed tool calls among the failed ones, including text that only looks like a call.
     malformed_calls: int = 0
@@ -156,7 +156,7 @@ class Rollout:
 
     @property
     def is_cut(self) -> bool:
-        """True if the rollout ended at a budget: of its last turn's tokens, or of the episode."""
+        """True if the rollout ended at a limit: on the tokens of its last turn, or a budget of the episode."""
         return self.finish == "length" or (self.episode is not None and self.episode.ending in CUT)
 
     @property
@@ -219,7 +219,7 @@ class Waste:
 
     # Groups that teach nothing and were replaced, each with the reason.
     filtered: list[tuple[RolloutGroup, str]] = field(default_factory=list)
-    # Number of groups that a synchronous step began and did not need, and of their sampled tokens.
+    # Number of groups that a synchronous step began and did not need, and number of their sampled tokens.
     surplus: int = 0
     surplus_tokens: int = 0
 

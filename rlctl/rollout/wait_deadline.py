@@ -5,14 +5,15 @@ from collections.abc import Callable
 from rlctl.config.schema import RunSection
 
 Emit = Callable[..., None]
-# Longest wait of the training thread before it checks for lost engines and long silences, seconds.
+# While it waits, the training thread checks for lost engines and long silences at this interval, in seconds.
 TICK_S = 0.5
 
 
 class WaitDeadline:
-    """Deadline of a wait: a silence of `run.explain_after_s` is explained, one of `run.deadline_s` ends the run.
+    """Deadline of a wait: a silence of `run.explain_after_s` emits a warning, one of `run.deadline_s` ends the run.
 
-    now: returns the seconds of a clock that only advances.
+    A silence is a time in which no rollout and no score arrives. now: returns the seconds of a clock that never goes
+    back.
     """
 
     def __init__(self, now: Callable[[], float], run: RunSection, emit: Emit) -> None:

@@ -1,8 +1,8 @@
 """Player of agents: programs that know nothing of rlctl and ask for turns by HTTP (contracts 4 and 11).
 
-The agent's process places each request in the tree of its session (environments/agents/). This module keeps the same
-tree with exact tokens: a request names the turn that it continues, and brings the new tokens. A turn
-becomes a node once the agent has received it. So a lost answer does not train, and a repeated request trains once.
+The agent's process finds the turn that each request continues (environments/agents/). This module keeps the tree of
+turns with exact tokens: a request names the turn that it continues, and has the new tokens. A turn becomes a node once
+the agent has received it. So a lost answer is not trained, and the answer to a repeated request is trained once.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from rlctl.rollout.policy import Player, Policy
 from rlctl.rollout.types import Ending, Rollout, RolloutStart
 from rlctl.utils.devices import usable_cores
 
-# Mean number of rows in an episode, and number of episodes it is taken over, from which on the user is warned.
+# The user is warned if episodes have more training rows than this on average, over at least this number of episodes.
 _MANY_ROWS = 1.5
 _MIN_EPISODES = 8
-# Most names of counts in a run, and most causes of further rows: agents could invent any number of names.
+# The most names of counts in a run, and the most causes of further rows. Agents could invent any number of names.
 _MAX_NAMES = 64
 # Name under which all counts beyond the limit are summed.
 _FURTHER_NAMES = "ignored/others"
@@ -74,7 +74,7 @@ class AgentPlayer(Player):
         return rollout
 
     async def _run_once(self, episode: EpisodeState, policy: Policy) -> Reward | None:
-        """Run the agent once. Its place is free again when its processes have ended, also after a failure."""
+        """Run the agent once. Its place among `max_agents` is free again when its processes have ended."""
         room = self._room
         if room is None:
             return await AgentCall(self, episode, policy).play()
@@ -128,13 +128,13 @@ class PendingTurn:
 
 
 class AgentCall:
-    """One run of an agent, on the driver's side."""
+    """The driver's side of one run of an agent."""
 
     def __init__(self, player: AgentPlayer, episode: EpisodeState, policy: Policy) -> None:
         self._player = player
         self._episode = episode
         self._call = RunningCall[AgentMessage, PendingTurn](player.tries, episode, policy)
-        # By the request's number: turns that the agent has not received, and nodes of received turns.
+        # Request's number -> turn that the agent has not received, and request's number -> node of a received turn.
         self._pending: dict[int, PendingTurn] = {}
         self._nodes: dict[int, int] = {}
         # Numbers of the requests whose answers must be sent next.
@@ -268,7 +268,7 @@ _PARAMETER_FATES = {
 
 
 def agent_notes(counts: Mapping[str, float], rewritten: Mapping[str, int]) -> list[str]:
-    """Return one line for the user on each kind of request that was not followed, or continued no turn."""
+    """Return a line for the user on each kind of request that was refused, changed, or began another row."""
     lines = []
     for name, count in counts.items():
         fate, _, parameter = name.partition("/")

@@ -1,6 +1,6 @@
 """Player of `rlctl chat`: a person says something, and the policy answers, with the tools that it calls (contract 4).
 
-A conversation goes on from rollout to rollout: each one is the policy's answer to the person's last message.
+Each rollout is the policy's answer to the person's last message. All rollouts of a talk share one conversation.
 """
 
 import queue
@@ -25,7 +25,7 @@ from rlctl.rollout.runner import Engines, RolloutRunner
 from rlctl.rollout.types import Rollout, RolloutStart
 from rlctl.rollout.wait_deadline import TICK_S
 
-# Most turns until the policy must have answered. All but the last may call tools.
+# The most turns of one answer. All turns but the last may call tools.
 MAX_CALLS = 16
 
 
@@ -47,7 +47,7 @@ class TalkTools:
 class TalkLimits:
     """Budgets and sampling settings of a talk."""
 
-    # Most tokens of one turn, and of the whole conversation.
+    # The most tokens of one turn, and of the whole conversation.
     max_new_tokens: int
     max_length: int
     # 0 is greedy.
@@ -128,7 +128,7 @@ class ChatPlayer(Player):
 
 
 class TalkEngines(Engines, Protocol):
-    """Interface that a talk needs of `RolloutDispatcher`."""
+    """The part of `RolloutDispatcher` that a talk uses."""
 
     def repair(self) -> bool:
         """Replace engines that are lost. Raises RuntimeError when none is left."""
@@ -152,7 +152,7 @@ class Talk:
         self._engines = engines
         self._limits = limits
         self._id = identity
-        # Messages of the answer as they come; the rollout comes last.
+        # Messages of the current answer as they come, then its rollout.
         self._news: queue.SimpleQueue[Message | Rollout] = queue.SimpleQueue()
         # A lambda, so that `self._news` is read at each message: `say` may replace it.
         self._player = ChatPlayer(chat, limits.max_length, tools, opening, lambda message: self._news.put(message))

@@ -16,16 +16,16 @@ class EpisodeLimits:
     """Budgets of one episode."""
 
     max_turns: int
-    # Most tokens of a whole conversation.
+    # The most tokens of a whole conversation.
     max_length: int
-    # Most seconds of a try, from its begin.
+    # The most seconds of a try, from its begin.
     timeout_s: float
     # Number of further tries of an episode after failures.
     max_retries: int
-    # keep: earlier turns stay as they were sampled. strip: earlier turns are rendered by the chat template; where its
-    # tokens differ from the sampled ones, a new training row begins.
+    # keep: earlier turns stay as they were sampled. strip: the chat template renders earlier turns again; if the tokens
+    # then differ from the sampled ones, a new training row begins.
     history: Literal["keep", "strip"]
-    # Most tokens of all rows of a training episode, since one micro-batch must hold them; None: no bound.
+    # The most tokens of all rows of a training episode, if they must fit into one micro-batch; None: no bound.
     max_trained: int | None = None
 
 
@@ -52,7 +52,7 @@ class EpisodeState:
     tool_errors: int = 0
     tool_raised: int = 0
     malformed_calls: int = 0
-    # Number of control tokens that messages to the policy wrote out; encoded as plain text.
+    # Number of control tokens, such as <|im_end|>, in the text of messages to the policy. They are encoded as text.
     spelled: int = 0
     # Number of messages that the chat template left out.
     unwritten: int = 0
@@ -65,7 +65,7 @@ class EpisodeState:
     rewritten: dict[str, int] = field(default_factory=dict)
 
     def begin(self, now: float) -> None:
-        """Begin a try."""
+        """Begin a try: empty the conversation, and start its clock. now: by the event loop's clock."""
         self.conversation = Conversation()
         self.leaf = -1
         self.added = []

@@ -1,7 +1,7 @@
 """Tries of an episode: awaits the actions of its environment, and repeats the episode after a failure (contract 11).
 
-A failure of the environment is not turned into a reward: the episode is played again from its task with the same seeds,
-or given up.
+A failure of the environment does not become a reward: the episode is played again from its task with the same seeds. If
+it fails too often, it is left out.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ class EpisodeFailed(Exception):
 
 
 class EpisodeTries:
-    """Plays episodes with the environments of one pool, within budgets. Repeats an episode that failed while tries are
-    left."""
+    """Plays episodes with the environments of one pool, within budgets. Repeats a failed episode up to
+    `limits.max_retries` times."""
 
     def __init__(self, pool: EnvironmentPool, limits: EpisodeLimits) -> None:
         self.pool = pool
@@ -66,9 +66,10 @@ class EpisodeTries:
     async def ask(
         self, episode: EpisodeState, action: "Future[Value | EnvironmentFailure]", *, waits: bool = True
     ) -> Value:
-        """Return an action's outcome. A cancelled wait does not stop the action. Raises EpisodeFailed if it failed.
+        """Await an action of the environment and return its outcome. Raises EpisodeFailed if the action failed.
 
-        waits: True if the episode waits for nothing else, so that the seconds count as the environment's.
+        If the wait is cancelled, the action goes on. waits: True if the episode waits for nothing else, so that the
+        seconds count as the environment's.
         """
         begin = _now()
         if waits:
@@ -92,7 +93,7 @@ class EpisodeTries:
         return f"; {len(begin_times)} episodes wait for their environment, the longest for {longest_s:.0f} s"
 
     def note_spelled(self, episode: EpisodeState, spelled: list[str]) -> None:
-        """Count control tokens that messages to the policy wrote out. Warn once for each environment."""
+        """Count control tokens in the text of messages to the policy. Warn once for each environment."""
         episode.spelled += len(spelled)
         if spelled:
             cause = f"spells {spelled[0]}, which is encoded as text and not as that control token"
@@ -108,7 +109,7 @@ class EpisodeTries:
             self.pool.failures.note(f"{key}'s messages", f"{text}; counted in environment/unwritten_messages")
 
     def _refuse_too_long(self, episode: EpisodeState, rollout: Rollout) -> Rollout:
-        """Return a failed rollout in place of one that no micro-batch can hold, and warn once; return others as is."""
+        """Return the rollout. If its rows are too large for one micro-batch, return a failed one, and warn once."""
         limit = self.limits.max_trained
         num_rows = len(rollout.rows)
         if limit is None or num_rows < 2 or rollout.num_tokens <= limit or rollout.id.purpose != "train":

@@ -1,8 +1,8 @@
 """Player of rollout functions: the user's coroutine gives the exact tokens of each prompt (contracts 4 and 11).
 
-Sampled turns are nodes of an append-only tree. A prompt that begins with the tokens of a path continues the path, and
-one row trains both. Any other prompt begins a new row. A sampled token trains exactly once, however often later prompts
-contain it.
+Sampled turns are nodes of an append-only tree. A prompt that begins with the tokens of a path continues the path: both
+are in one training row. Any other prompt begins a new row. A sampled token is trained exactly once, even if later
+prompts contain it.
 
 Samples that a function begins together are sampled together. Turn numbers, seeds, answers and nodes follow the order of
 the function's requests, whatever the speed of the engines.
@@ -68,13 +68,13 @@ class FunctionSample:
 
 
 class FunctionCall:
-    """One call of a function, on the driver's side."""
+    """The driver's side of one call of a rollout function."""
 
     def __init__(self, player: FunctionPlayer, episode: EpisodeState, policy: Policy) -> None:
         self._player = player
         self._episode = episode
         self._call = RunningCall[FunctionMessage, FunctionSample](player.tries, episode, policy)
-        # Samples that the function has not taken yet, in the order of its requests; number of sent ones.
+        # Samples that the function has not taken yet, in the order of its requests, and number of those sent to it.
         self._samples: deque[FunctionSample] = deque()
         self._sent = 0
         # True once several samples were in flight at the same time.

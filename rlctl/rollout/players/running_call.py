@@ -18,8 +18,8 @@ Sample = TypeVar("Sample")
 
 
 class RunningCall(Generic[Message, Sample]):
-    """Actions and samples of one call that are in flight. Use it in an `async with`, whose end waits for or cancels
-    them."""
+    """Actions and samples in flight of one call. Use it in `async with`: at the end of the block nothing is in
+    flight."""
 
     def __init__(self, tries: EpisodeTries, episode: EpisodeState, policy: Policy) -> None:
         self._tries = tries
@@ -33,7 +33,7 @@ class RunningCall(Generic[Message, Sample]):
 
     @property
     def has_action(self) -> bool:
-        """True while the process has not answered an action."""
+        """True while there is an action that the process has not answered."""
         return bool(self._actions)
 
     @property
@@ -52,10 +52,10 @@ class RunningCall(Generic[Message, Sample]):
         self.turns += 1
 
     async def wait(self) -> tuple[list[tuple[Sample, Completion]], Message | None]:
-        """Wait until a sample has ended or the process has answered the oldest action. Return the ended samples, and
-        the process's message or None.
+        """Wait until a sample has ended or the process has answered the oldest action.
 
-        Raises EpisodeFailed if the process failed.
+        Return (ended samples with their completions, the process's answer or None). Raises EpisodeFailed if the process
+        failed.
         """
         await asyncio.wait([*self._sampling, *list(self._actions)[:1]], return_when=asyncio.FIRST_COMPLETED)
         ended = [task for task in self._sampling if task.done()]
@@ -68,7 +68,7 @@ class RunningCall(Generic[Message, Sample]):
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Cancel the actions without an answer, and wait until no engine samples: the same turns may be sampled
+        """Cancel actions without an answer, and wait until no engine samples, so that the same turns may be sampled
         again."""
         # A coroutine that is closed (GeneratorExit) must not await anything.
         if kind is None or issubclass(kind, Exception | asyncio.CancelledError):

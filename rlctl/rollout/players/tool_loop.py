@@ -1,7 +1,7 @@
-"""The tool loop: the policy's turns and the tools that they call, until a turn calls no tool (contract 4).
+"""The tool loop: samples turns and calls the tools that they ask for, until a turn calls no tool (contract 4).
 
-A turn's prompt is the conversation's tokens so far, followed by the tokens of the messages since (`Chat.link`). Sampled
-tokens are never decoded and encoded again.
+A turn's prompt is the exact tokens of the conversation so far, followed by the tokens of newer messages (`Chat.link`).
+Sampled tokens are never decoded and encoded again.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rlctl.utils.user_code import shorten_text
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Plays the policy's turns in episodes. It keeps no state of an episode, and serves many."""
+    """Plays the policy's turns in episodes. One tool loop serves many episodes, and keeps no state of them."""
 
     chat: Chat
     # Calls the tools; None if there are no tools.
@@ -32,10 +32,11 @@ class ToolLoop:
     tool_format: str | None
     # Called with each message of the policy and of a tool as it comes.
     tell: Callable[[Message], None] = lambda message: None
-    # Called with the control tokens that messages to the policy wrote out.
+    # Called with the control tokens that the text of messages to the policy contains.
     note_spelled: Callable[[EpisodeState, list[str]], None] = lambda episode, spelled: None
     # Called with the number of messages that the chat template leaves out.
     note_unwritten: Callable[[EpisodeState, int], None] = lambda episode, count: None
+    # Finds messages that the chat template leaves out.
     trials: UnwrittenMessages = field(default_factory=UnwrittenMessages)
 
     def add(self, episode: EpisodeState, messages: list[Message]) -> None:
@@ -45,7 +46,7 @@ class ToolLoop:
             self.note_spelled(episode, self.chat.find_spelled(messages))
 
     async def answer(self, episode: EpisodeState, tools: list[Schema], policy: Policy) -> str | None:
-        """Play until a turn calls no tool, and return its text; None if a budget ended the episode (`episode.ending`).
+        """Play until a turn calls no tool; return this turn's text. Return None if a budget ended the episode.
 
         Raises DataError for messages that the chat template refuses, EpisodeFailed if a tool's process fails.
         """
@@ -101,7 +102,7 @@ class ToolLoop:
 
     def _render_conversation(self, episode: EpisodeState, tools: list[Schema]) -> list[int]:
         """Return the tokens of the whole conversation, rendered by the chat template. Raises DataError if the template
-        refuses it."""
+        refuses a message."""
         try:
             chat = chat_of_row(self.chat, episode.start.task.row)
             prompt = chat.prompt(episode.conversation.messages, tools)
