@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -73,13 +73,14 @@ def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     print_next_steps(state, console)
 
 
-@app.command(epilog=examples("rlctl runs dash", "rlctl runs dash grpo--qwen3-tiny--1 --svg run.svg --width 140"))
+@app.command(epilog=examples("rlctl runs dash", "rlctl runs dash grpo--qwen3-tiny--1 --svg run.svg --theme light"))
 def dash(
     run: Run = "",
     root: Root = None,
     svg: Annotated[Path | None, typer.Option(help="Write the screen to this SVG file instead.")] = None,
     width: Annotated[int | None, typer.Option(help="Columns; if left out, the terminal's.", min=20)] = None,
     height: Annotated[int | None, typer.Option(help="Rows; if left out, the terminal's.", min=4)] = None,
+    theme: Annotated[Literal["dark", "light"], typer.Option(help="Colours of the SVG.")] = "dark",
 ) -> None:
     """Watch a run until it ends or Ctrl-C, which leaves it running. A finished run is shown once."""
     from rlctl.dashboard.console import SafeConsole, write_svg
@@ -92,7 +93,7 @@ def dash(
     state = read_state(folder, samples=True)
     console = SafeConsole(width=width, height=height)
     if svg is not None:
-        write_svg(render(state, *console.size), f"rlctl train {state.algorithm}", svg, *console.size)
+        write_svg(render(state, *console.size), f"rlctl train {state.algorithm}", svg, *console.size, theme)
     elif state.status in ("new", "running") and console.is_terminal:
         from rlctl.cluster.jobs.watch import follow_run
 

@@ -23,12 +23,21 @@ def _colours(hexadecimal: str) -> list[tuple[int, int, int]]:
     return [(colour >> 16, colour >> 8 & 255, colour & 255) for colour in colours]
 
 
-THEME = TerminalTheme(
-    background=(16, 20, 28),
-    foreground=(205, 211, 222),
-    normal=_colours("262c38 f0616d 7ed385 ebc46a 61a4f0 cc8cf0 56c8ce bec5d2"),
-    bright=_colours("707a8c ff828c 96e69b fad782 82b9fa dca5fa 78dce2 f0f4fa"),
-)
+# Terminal colours of an SVG, by the page that it is for. Order: black, red, green, yellow, blue, magenta, cyan, white.
+THEMES = {
+    "dark": TerminalTheme(
+        background=(16, 20, 28),
+        foreground=(205, 211, 222),
+        normal=_colours("262c38 f0616d 7ed385 ebc46a 61a4f0 cc8cf0 56c8ce bec5d2"),
+        bright=_colours("707a8c ff828c 96e69b fad782 82b9fa dca5fa 78dce2 f0f4fa"),
+    ),
+    "light": TerminalTheme(
+        background=(252, 252, 250),
+        foreground=(46, 52, 64),
+        normal=_colours("d9dde4 c4242f 23803a 96690a 1f62b8 8b3fb5 0d7a82 4a5260"),
+        bright=_colours("7a8494 a81b25 1b6a2e 7c5607 174f98 742f9a 09636a 20252e"),
+    ),
+}
 
 
 class SafeConsole(Console):
@@ -65,13 +74,16 @@ def texts(title: str = "", style: str = "") -> Column:
     return Column(title, style=style, overflow="fold")
 
 
-def write_svg(screen: RenderableType, title: str, path: Path, width: int, height: int) -> None:
-    """Write a screen of width x height characters. The SVG uses the reader's monospace fonts and loads nothing."""
+def write_svg(screen: RenderableType, title: str, path: Path, width: int, height: int, theme: str) -> None:
+    """Write a screen of width x height characters. The SVG uses the reader's monospace fonts and loads nothing.
+
+    theme: a name of `THEMES`.
+    """
     console = SafeConsole(
         record=True, width=width, height=height, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     console.print(screen)
-    path.write_text(console.export_svg(title=title, theme=THEME, code_format=_FORMAT))
+    path.write_text(console.export_svg(title=title, theme=THEMES[theme], code_format=_FORMAT))
 
 
 # rich's own template, with a window drawn plainly and without web fonts.

@@ -338,7 +338,9 @@ def anchors(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_lead_somewhere(path: Path) -> None:
     broken_links = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text_without_blocks(path)):
+    text = text_without_blocks(path)
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *pictures]:
         if re.match(r"[a-z]+:", target):
             continue
         name, _, anchor = target.partition("#")

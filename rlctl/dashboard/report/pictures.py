@@ -17,7 +17,7 @@ def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
     names = [run.name for run in runs]
     charts = charts_of([run.state for run in runs])
     for section in dict.fromkeys(chart.section for chart in charts):
-        specs = [_spec(chart, names) for chart in charts if chart.section == section]
+        specs = [chart_spec(chart, names) for chart in charts if chart.section == section]
         yield section.lower().replace(" ", "-"), vega.picture(_rows(specs), vega.LIGHT)
 
 
@@ -31,7 +31,7 @@ def _rows(specs: Sequence[vega.Spec]) -> list[list[vega.Spec]]:
     return rows
 
 
-def _spec(chart: MetricChart, names: Sequence[str]) -> vega.Spec:
+def chart_spec(chart: MetricChart, names: Sequence[str]) -> vega.Spec:
     """Return a chart with its values, its width and its title: the page has the latter outside the chart."""
     run = f", {names[chart.series[0].run]}" if chart.stacked and len(names) > 1 else ""
     metrics = ", ".join(chart.meanings) if len(chart.meanings) < 3 else ""

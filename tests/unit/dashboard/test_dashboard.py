@@ -362,8 +362,11 @@ def test_a_view_that_fails_says_so_at_the_end_and_harms_nothing(
     assert "3 of 20" in out.getvalue()
 
 
-def test_the_svg_is_self_contained(tmp_path: Path) -> None:
-    write_svg(render(read_state(write_run(tmp_path).path), 140, 40), "rlctl", tmp_path / "a.svg", 140, 40)
+@pytest.mark.parametrize(("theme", "background"), [("dark", "#10141c"), ("light", "#fcfcfa")])
+def test_the_svg_is_self_contained(tmp_path: Path, theme: str, background: str) -> None:
+    screen = render(read_state(write_run(tmp_path).path), 140, 40)
+    write_svg(screen, "rlctl", tmp_path / "a.svg", 140, 40, theme)
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<svg") and "Throughput" in text
+    assert background in text
     assert "url(http" not in text and os.path.getsize(tmp_path / "a.svg") < 200_000

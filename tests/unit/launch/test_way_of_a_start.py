@@ -25,8 +25,8 @@ def test_each_function_on_the_way_exists() -> None:
     assert [f"{file}:{name}" for file, name, _ in STEPS if name not in list_functions(PACKAGE / file)] == []
 
 
-def test_the_way_has_at_most_27_calls_down_and_3_up_as_counted() -> None:
+def test_the_way_has_at_most_28_calls_down_and_3_up_as_counted() -> None:
     up = sum("This call goes up" in text for *_, text in STEPS)
     down = len(STEPS) - 1 - up
-    assert down <= 27 and up <= 3
+    assert down <= 28 and up <= 3
     assert f"{down} calls go down and {up} go up." in " ".join(README.split())
