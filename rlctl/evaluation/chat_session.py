@@ -1,4 +1,7 @@
-"""Session of `rlctl chat`: an engine without a trainer, and the tools that the policy may call."""
+"""Session of `rlctl chat`: an engine without a trainer, and the tools that the policy may call.
+
+Also an endpoint to the engine for a person's own client (`served_policy`).
+"""
 
 import json
 import time
@@ -30,17 +33,17 @@ from rlctl.rollout.wait_deadline import TICK_S
 from rlctl.workers.user_logs import Emit
 
 _KEY = "tools"
-# Agent that leaves asking to a person's own client.
+# Agent that only writes down the endpoint's address, so that a person's own client can send the requests.
 _SERVED = "rlctl.environments.agents.runners:announce"
-# Turns that a person's client may ask for.
+# Most turns that a person's client may request.
 _MOST_TURNS = 32767
-# Seconds that a person's client may take.
+# Deadline in seconds for a person's client: in effect none.
 _NO_DEADLINE_S = 1e8
 
 
 @dataclass
 class ChatSession:
-    """Engine and tools of one set of weights, for conversations one after another."""
+    """Engine and tools for conversations with one set of weights, one after another."""
 
     chat: Chat
     engines: TalkEngines
@@ -48,12 +51,12 @@ class ChatSession:
     tools: TalkTools | None
     # Columns for the environment's `reset`.
     row: Mapping[str, Any]
-    # Messages that the environment began the latest conversation with.
+    # Messages with which the environment began the latest conversation.
     opening: list[Message] = field(default_factory=list)
     _num_talks: int = 0
 
     def begin(self) -> Talk:
-        """Begin a conversation; one with tools has a new instance of the environment. Raises TalkError."""
+        """Begin a conversation, with a new instance of the environment if there are tools. Raises TalkError."""
         identity = talk_id(self._num_talks)
         self.opening = []
         if self.tools is not None:
@@ -75,9 +78,9 @@ def chat_session(
     logs: Path,
     emit: Emit,
 ) -> Iterator[ChatSession]:
-    """Start an engine at the weights of `target`, and the environment's process, until the block is left.
+    """Start an engine with the weights of `target`, and the environment's process. Both end with the block.
 
-    sampling: tokens of an answer, temperature. row: columns for `reset`.
+    sampling: (most tokens of an answer, temperature). row: columns for the environment's `reset`.
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError.
     """
     files = ModelFiles.find(config.model, logs, config.run.seed)
@@ -100,7 +103,7 @@ def chat_session(
 
 
 def _environment_tools(pool: EnvironmentPool, chat: Chat, tool_format: str) -> TalkTools:
-    """Return the tools of the pool's environment. tool_format: the format of calls, or auto.
+    """Return the tools of the pool's environment. tool_format: format of the calls, or `auto`.
 
     Raises UnusableEnvironmentError.
     """
@@ -116,7 +119,7 @@ def _environment_tools(pool: EnvironmentPool, chat: Chat, tool_format: str) -> T
 
 @dataclass
 class ServedPolicy:
-    """Endpoint of one set of weights, for a person's client."""
+    """Endpoint that serves one set of weights to a person's client."""
 
     base_url: str
     api_key: str
@@ -125,7 +128,7 @@ class ServedPolicy:
     ended: list[Rollout]
 
     def check(self) -> None:
-        """Replace engines that are lost. Raises TalkError when the endpoint has ended, RuntimeError for a defect."""
+        """Replace lost engines. Raises TalkError if the endpoint has ended, and RuntimeError for a defect."""
         self.runner.check()
         self.engines.repair()
         if self.ended:
@@ -137,9 +140,9 @@ class ServedPolicy:
 def served_policy(
     target: Target, config: GrpoConfig, sampling: tuple[int, float], logs: Path, emit: Emit
 ) -> Iterator[ServedPolicy]:
-    """Start an engine at the weights of `target`, and an endpoint on this machine, until the block is left.
+    """Start an engine with the weights of `target`, and an endpoint on this machine. Both end with the block.
 
-    sampling: tokens of an answer, temperature. Raises DataError, ModelError, PlacementError, TalkError.
+    sampling: (most tokens of an answer, temperature). Raises DataError, ModelError, PlacementError, TalkError.
     """
     files = ModelFiles.find(config.model, logs, config.run.seed)
     chat = load_chat(config, files.chat)
@@ -184,7 +187,7 @@ def served_policy(
 
 
 def _read_address(file: Path) -> dict[str, str]:
-    """Return the address and the key in a file; empty until both are there."""
+    """Return `base_url` and `api_key` from a file; empty until the file is complete."""
     try:
         address: dict[str, str] = json.loads(file.read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Trainer of one rank in this process, for the checks of a model."""
+"""Trainer with one rank in this process, for `rlctl model check`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,15 +20,15 @@ from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.rank import TrainerRank, make_trainer
 from rlctl.training.spec import TrainerSpec
 
-# Tokens of the sequences that are packed: one of a single prediction, one longer than the others together.
+# Lengths in tokens of the sequences in a pack. One has a single prediction; one is longer than the others together.
 LENGTHS = (5, 2, 72, 17)
-# Rate of the update that makes other weights.
+# Learning rate of the update that changes the weights.
 _RATE = 1e-3
 
 
 @dataclass(frozen=True)
 class PlainLoss:
-    """-sum(log p) over tokens: any gradient would do."""
+    """-sum(log p) over tokens. Any loss with a gradient would serve here."""
 
     needs = LossNeeds()
 
@@ -40,12 +40,15 @@ class PlainLoss:
 
 
 class CheckedTrainer:
-    """A trainer of one rank in this process, asked by sequences of tokens."""
+    """A trainer with one rank in this process. Its methods take sequences of token ids."""
 
     def __init__(
         self, trainer: TrainerSettings, folder: str, device: str, scratch: Path, adapter: str | None = None
     ) -> None:
-        """scratch: an empty folder. adapter: PEFT's folder. Raises ValueError for a model that cannot train."""
+        """folder: the model's. scratch: an empty folder. adapter: PEFT's folder of an adapter to train.
+
+        Raises ValueError for a model that cannot train.
+        """
         optimizer = replace(trainer.optimizer, lr=_RATE, weight_decay=0.1, warmup_steps=0, schedule="constant")
         self.dtype = trainer.dtype
         settings = replace(trainer, num_ranks=1, optimizer=optimizer, threads=None, compile=False)
@@ -67,29 +70,34 @@ class CheckedTrainer:
         self.adapts = adapter is not None
         self.rank: TrainerRank = make_trainer(spec)
         facts = find_facts(Path(folder))
-        # True for the name of a parameter or buffer that no pass rounds. Adapters are rounded apart from their base.
+        # True for the name of a parameter or buffer that stays in float32. With adapters all names do, because an
+        # adapter is rounded separately from its base.
         self.keeps_float32 = (lambda name: True) if self.adapts else facts.keeps_float32
-        # Tensors that a refit must bring to engines.
+        # Names of the tensors that a refit must bring to engines.
         if settings.adapters:
             self.refit_names = {tensor.name for tensor in settings.adapters.tensors}
         else:
             self.refit_names = names_to_send(Path(folder), facts)
-        # True for a model whose sequences have a row each.
+        # True if each sequence has a padded row, False if sequences are packed.
         self.padded = trainer.is_padded
-        # Tensors that training leaves alone, and the embedding.
+        # Names of the tensors that training does not change, and of the embedding.
         self._buffers = facts.buffers
         self._embedding = f"{facts.embedding}.weight"
         self.sender = SendsWeights(self.rank, 0, torch.device(device))
 
     def log_probs(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> list[NDArray[np.float32]]:
-        """Return the log-probs of every token given those before it, 0 at the first."""
+        """Return the log-prob of every token given the tokens before it, float32 [T] for each sequence, first 0.
+
+        packed: all sequences in one micro-batch; else one micro-batch for each.
+        """
         return list(chain.from_iterable(self.rank.log_probs(self._batches(sequences, packed))))
 
     def exact_log_probs(
         self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True
     ) -> list[NDArray[np.float32]] | None:
-        """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot, and where
-        nothing is rounded.
+        """Return `log_probs` computed in float32 with the weights that the dtype has rounded.
+
+        Return None for a backend that cannot do this, and in float32, which rounds nothing.
         """
         if self.dtype == "float32":
             return None
@@ -97,14 +105,14 @@ class CheckedTrainer:
         return None if batches is None else list(chain.from_iterable(batches))
 
     def train(self, sequences: Sequence[NDArray[np.int32]], *, packed: bool = True) -> float:
-        """Make one update; return the norm of its gradient."""
+        """Run one optimizer update; return the norm of its gradient."""
         tokens = sum(len(sequence) - 1 for sequence in sequences)
         totals = Totals(tokens, len(sequences), len(sequences))
         return self.rank.train(self._batches(sequences, packed), PlainLoss(), totals)[GRAD_NORM.name]
 
     @contextmanager
     def other_weights(self, dtype: str, scratch: Path) -> Iterator[None]:
-        """Have other values, in `dtype`, of every tensor that is sent; the first ones are back after the block.
+        """Change every tensor that a refit sends, so that the change shows in `dtype`. Restore all after the block.
 
         scratch: an empty folder.
         """
@@ -118,9 +126,9 @@ class CheckedTrainer:
 
     @contextmanager
     def faint_weights(self, scratch: Path) -> Iterator[None]:
-        """Have weights so small that the epsilon of every norm decides; the first ones are back after the block.
+        """Scale the weights down until the epsilon of every norm matters. Restore all after the block.
 
-        Weights of norms stay. scratch: an empty folder.
+        The weights of norms are not scaled. scratch: an empty folder.
         """
         self.rank.save(scratch)
         make_faint(self.rank.shards(), self._embedding, self._buffers)
@@ -133,7 +141,10 @@ class CheckedTrainer:
 
     @property
     def shows_epsilons(self) -> bool:
-        """True where `faint_weights` shows them: rounding to bfloat16 is larger, and adapters leave their base."""
+        """True if `faint_weights` can show a wrong epsilon of a norm.
+
+        It cannot in bfloat16, because rounding is larger, and not with adapters, because the base stays unchanged.
+        """
         return self.dtype == "float32" and not self.adapts
 
     def close(self) -> None:
@@ -143,7 +154,7 @@ class CheckedTrainer:
 
 
 def random_sequences(vocab: int, lengths: Sequence[int], seed: int) -> list[NDArray[np.int32]]:
-    """Return sequences of random tokens."""
+    """Return one sequence of random token ids below `vocab` for each length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(2, vocab, length).astype(np.int32) for length in lengths]
 
@@ -152,7 +163,7 @@ def random_sequences(vocab: int, lengths: Sequence[int], seed: int) -> list[NDAr
 def checked_trainer(
     settings: TrainerSettings, folder: str, device: str, scratch: Path, adapter: str | None = None
 ) -> Iterator[CheckedTrainer]:
-    """Run a `CheckedTrainer` until the block is left."""
+    """Build a `CheckedTrainer`, and close it after the block."""
     with ExitStack() as stack:
         trainer = CheckedTrainer(settings, folder, device, scratch, adapter)
         stack.callback(trainer.close)

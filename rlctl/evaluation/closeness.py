@@ -1,10 +1,11 @@
-"""Judgement of two ways to compute the same log-probs: equal in float32, and rounded as much below it.
+"""Judgement of two ways (sides) to compute the same log-probs: equal in float32, and with equal rounding in bfloat16.
 
-A fixed bound for bfloat16 would be too wide for most models and too narrow for some: rounding grows with the depth and
-with the spread of the logits. So each side is compared with float32, where the two must be equal. By the median of its
-tokens neither may be farther from it than twice the other, by the mean than four times: where a router is near a tie,
-rounding sends a token to another expert. Measured on a CPU, 368 tokens of each of 66 families of tests/zoo.py: the
-mean of the trainer is 0.9 to 1.6 times the mean of transformers' own model. One mixture has 2.0, and a median of 1.3.
+A fixed bound for bfloat16 would be too wide for most models and too narrow for some, because rounding grows with the
+depth and with the spread of the logits. So both sides must be equal in float32. A side's rounding is the distance of
+its bfloat16 log-probs from float32. The median rounding over tokens of one side may be at most twice the other's, and
+the mean at most four times. The mean has a wider bound, because near a router's tie rounding sends a token to another
+expert. Measured on a CPU with 368 tokens of each of 66 families of tests/zoo.py: the mean of the trainer is 0.9 to 1.6
+times the mean of transformers' own model. One mixture has 2.0, with a median of 1.3 times.
 """
 
 import math
@@ -17,31 +18,31 @@ from numpy.typing import NDArray
 from rlctl.grpo.logprob_mismatch import Floats
 from rlctl.grpo.parity_check import BOUNDS
 
-# Largest |difference| of a log-prob in nats between two float32 passes with the same weights, or this share of the mean
-# rounding below: a model that rounds more in bfloat16 does so in float32.
+# Largest |difference| of a log-prob, in nats, between two float32 passes with the same weights. This share of the mean
+# rounding in bfloat16 is allowed too, because a model with more rounding in bfloat16 has more in float32.
 EXACT = 1e-4
 _ROUNDING_SHARE = 0.05
-# Most times that a side's median and mean rounding may be the other's.
+# Largest ratio of the two sides' median roundings, and of their mean roundings.
 _MEDIAN_RATIO = 2.0
 _MEAN_RATIO = 4.0
-# An error of a log-prob is one of its token's gradient: the sum of these may be off by twice the mean.
+# Allowed relative error of a gradient's norm, as a multiple of the mean error of a log-prob.
 _GRADIENT = 2.0
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to compute log-probs, float32 [T] a sequence."""
+    """One way to compute log-probs, and its results, float32 [T] for each sequence."""
 
-    # Words that follow its figure in a text.
+    # Words behind the side's figure in a text, for example `alone`.
     name: str
-    # In the trainer's dtype.
+    # Log-probs computed in the trainer's dtype.
     rows: Floats
-    # In float32 with the same weights, which the dtype rounded; None: it has no such pass.
+    # Log-probs computed in float32 with the same rounded weights; None if the side cannot do this.
     exact: Floats | None
 
 
 class _Rounding(NamedTuple):
-    """|difference| of a side's log-probs to its float32, in nats."""
+    """|difference| between a side's log-probs in its dtype and in float32, over tokens, in nats."""
 
     median: float
     mean: float
@@ -52,7 +53,7 @@ class _Rounding(NamedTuple):
         return cls(float(np.median(gaps)), float(gaps.mean()))
 
     def is_like(self, other: "_Rounding") -> bool:
-        """Return True if neither is much larger than the other: a side with more rounding computes something else."""
+        """Return True if neither rounding is much larger. A side with much more rounding computes something else."""
         figures = ((self.median, other.median, _MEDIAN_RATIO), (self.mean, other.mean, _MEAN_RATIO))
         return all(max(first, second) <= ratio * min(first, second) < math.inf for first, second, ratio in figures)
 
@@ -61,21 +62,25 @@ class _Rounding(NamedTuple):
 class Closeness:
     """Judgement of two sides."""
 
+    # True if the sides agree.
     holds: bool
     text: str
-    # Largest |difference| in nats, in float32 if both have that.
+    # Largest |difference| between the sides in nats, computed in float32 if both sides can.
     worst: float
-    # Mean |difference| of the first side to its float32 in nats; 0 in float32.
+    # Mean |difference| between the first side and float32 in nats; 0 if the dtype is float32.
     rounding: float
 
     @property
     def gradient(self) -> float:
-        """Share by which the norm of the gradient may differ."""
+        """Allowed relative difference of the norm of the gradient."""
         return max(EXACT, _GRADIENT * self.rounding)
 
 
 def compare(dtype: str, first: Side, second: Side) -> Closeness:
-    """Judge two sides of the same tokens; the first of every sequence has no log-prob."""
+    """Judge two sides with log-probs of the same tokens. The first token of every sequence has no log-prob.
+
+    dtype: the trainer's dtype.
+    """
     tokens = sum(map(len, first.rows))
     if dtype == "float32":
         worst = float(_gaps(first.rows, second.rows).max())
@@ -102,5 +107,5 @@ def compare(dtype: str, first: Side, second: Side) -> Closeness:
 
 
 def _gaps(first: Floats, second: Floats) -> NDArray[np.float32]:
-    """Return |difference| of the tokens that have a log-prob."""
+    """Return |difference| for every token but the first of each sequence, as one array."""
     return np.concatenate([np.abs(row - other)[1:] for row, other in zip(first, second, strict=True)])

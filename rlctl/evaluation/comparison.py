@@ -1,4 +1,4 @@
-"""Comparison of two evaluations of the same tasks: the difference, and whether it is more than chance."""
+"""Comparison of two evaluations of the same tasks: their difference, and its probability by chance."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,20 +16,21 @@ from rlctl.run.run_dir import RunDirError, find_run
 
 Result = dict[str, Any]
 
-# Settings on which a comparison depends.
+# Settings of an evaluation that must be equal for a fair comparison.
 SETTINGS = ("generations", "temperature", "top_p", "top_k", "max_new_tokens", "scored_by")
 # Differences with a smaller probability are called more than chance.
 LEVEL = 0.05
 
 
 class NotComparable(UserError):
-    """Two evaluations that share no task; one line for the user."""
+    """Two evaluations that share no task. The text is one line for the user."""
 
 
 def results_of(path: Path, root: Path) -> list[Result]:
-    """Return the results that `path` names, newest first: one result's folder or file, or those of weights.
+    """Return the results that `path` names, newest first.
 
-    A run stands for all of its checkpoints. root: the folder of runs. Raises EvaluationError, TargetError.
+    path: folder or file of one result, or a set of weights, or a run for the results of all its checkpoints. root:
+    folder of runs. Raises EvaluationError, TargetError.
     """
     folder = path.parent if path.name == "result.json" else path
     if result := _read_result(folder):
@@ -63,12 +64,12 @@ def _read_result(folder: Path) -> Result | None:
 
 
 def settings_of(result: Result) -> Result:
-    """Return the settings of sampling and scores that a result states."""
+    """Return the settings of sampling and scoring in a result."""
     return {name: result[name] for name in SETTINGS if name in result}
 
 
 def pair(first: Sequence[Result], second: Sequence[Result]) -> tuple[Result, Result]:
-    """Return the first pair that has the same rows and settings, else the same rows, else the first of each."""
+    """Return the first pair of results with equal rows and settings, else with equal rows, else the first of each."""
     pairs = list(product(first, second))
     of_same_rows = [(result, other) for result, other in pairs if result["rows"] == other["rows"]]
     of_same_settings = [(result, other) for result, other in of_same_rows if not _unequal_settings(result, other)]
@@ -82,11 +83,11 @@ def _unequal_settings(first: Result, second: Result) -> list[str]:
 
 
 def compare(first: Result, second: Result) -> Result:
-    """Return the difference of two results, second minus first, in accuracy and in reward.
+    """Return the difference of two results in accuracy and in reward, second minus first.
 
-    Both come from `EvaluationFolder.result`. Tasks without a score in one result are left out and counted.
-    `settings` has the settings of both, `unequal` the names of the unequal ones. Raises NotComparable for results of
-    different rows, and for no common task.
+    first, second: from `EvaluationFolder.result`. Tasks without a score in one of the results are left out and counted.
+    In the returned dict `settings` has the settings of both results, and `unequal` the names of the differing settings.
+    Raises NotComparable for results of different rows, and if no task has a score in both.
     """
     if first["rows"] != second["rows"]:
         results = f"{first['data']} of {first['target']} and {second['data']} of {second['target']}"
@@ -112,7 +113,7 @@ def compare(first: Result, second: Result) -> Result:
 
 
 def _difference_bounds(first: Result, second: Result) -> Bounds | None:
-    """Return the least and the greatest difference of a reward; None unless both results state its bounds."""
+    """Return the least and the greatest possible difference of a reward; None unless both results have bounds."""
     before = first.get("figures", {}).get("reward", {}).get("bounds")
     after = second.get("figures", {}).get("reward", {}).get("bounds")
     return (after[0] - before[1], after[1] - before[0]) if before and after else None

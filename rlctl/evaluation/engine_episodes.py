@@ -1,4 +1,4 @@
-"""Episodes of an environment with a real model: an engine without a trainer, and the runner that a run has."""
+"""Episodes of an environment with a real model (`rlctl env check --model`): an engine without a trainer plays them."""
 
 import time
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from rlctl.workers.user_logs import Emit
 
 @dataclass(frozen=True)
 class PlayedEpisodes:
-    """Episodes, and their times."""
+    """Played episodes, and their times."""
 
-    # One group of one rollout an episode, as rollouts.jsonl has them.
+    # One record for each episode in the form of rollouts.jsonl: a group of one rollout.
     records: list[Record]
     # Lines about the chat template and about an agent's requests.
     notes: list[str]
-    # Seconds until the engine was ready, and seconds of all episodes.
+    # Seconds until the engine was ready, and seconds in which all episodes were played.
     start_s: float
     play_s: float
 
@@ -48,11 +48,11 @@ class PlayedEpisodes:
 def play_episodes(
     config: GrpoConfig, section: DatasetSection, rows: Sequence[Row], count: int, version: int, logs: Path, emit: Emit
 ) -> PlayedEpisodes:
-    """Play `count` episodes of the config's environment with its model, one a row in turn, side by side.
+    """Play `count` episodes of the config's environment with its model, concurrently, each with the next row.
 
-    version: version of the weights. logs: folder for the engine's logs; the environment prints to the standard error.
-    Turns are sampled at `generation.temperature`. The environment alone values an episode. Without `get_reward` it has
-    no value.
+    version: version of the weights. logs: folder for the engine's logs. The environment prints to standard error.
+    Turns are sampled at `generation.temperature`. Only the environment gives a reward. Without `get_reward` an episode
+    has no reward.
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError, RuntimeError.
     """
     begin = time.perf_counter()

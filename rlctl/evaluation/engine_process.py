@@ -1,4 +1,4 @@
-"""An engine in another process, without Ray: for checks that ask one engine a few questions."""
+"""An engine in another process, without Ray, for checks that need only a few calls of one engine."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,23 +12,23 @@ from rlctl.generation.spec import EngineSpec, build_engine
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Seconds for one answer; starting vLLM on a busy machine takes the longest.
+# Most seconds of one call. The longest is the start of vLLM on a busy machine.
 DEADLINE_S = 600.0
 
 
 class EngineProcessError(RuntimeError):
-    """The engine's own error as one line, or its end, or the lack of an answer in time."""
+    """A call that failed: the engine raised an error, its process ended, or it gave no answer in time."""
 
 
 class EngineProcess:
-    """Hosts one engine. A context manager; leaving it ends the process."""
+    """Process that hosts one engine. As a context manager it ends the process after the block."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str], log: Path, imports: Sequence[str] = ()
     ) -> None:
-        """Start the engine, and wait until it is ready. log: file for its output.
+        """Start the engine, and wait until it is ready. environment: variables for its process. log: file for output.
 
-        imports: modules that all such processes of this one share, imported once. Raises EngineProcessError.
+        imports: modules that are imported once for all engine processes of this process. Raises EngineProcessError.
         """
         context = get_context("forkserver")
         context.set_forkserver_preload(list(imports))
@@ -37,7 +37,7 @@ class EngineProcess:
         arguments = (engine_connection, spec, dict(environment), str(log))
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         variables = dict(os.environ)
-        # The server of all these processes starts with the first process. Its imports look at the environment.
+        # The first process starts multiprocessing's fork server, whose imports read the environment variables.
         os.environ.update(environment)
         try:
             self._process.start()
@@ -57,7 +57,7 @@ class EngineProcess:
             self._process.kill()
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the engine. Raises EngineProcessError with the engine's own reason."""
+        """Call a method of the engine and return its result. Raises EngineProcessError with the engine's reason."""
         assert not kwargs
         self._connection.send((method.__name__, args))
         answer: R = self._wait_for_answer(method.__name__)
@@ -76,7 +76,7 @@ class EngineProcess:
 
 
 def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
-    """Build the engine and answer calls until the other end is closed."""
+    """Build the engine, and answer calls until the other end closes the connection."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -98,12 +98,15 @@ def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str]
         connection.send(message)
         if engine is None:
             break
-    # A usual exit would wait for vLLM's threads.
+    # A normal exit would wait for vLLM's threads.
     os._exit(0)
 
 
 def _in_a_line(error: BaseException) -> str:
-    """Return the reason. The error of a validation has it below a line with the number of errors and the class."""
+    """Return an error's type and reason as one line.
+
+    A validation error's first line has the number of errors and the class, so its second line is taken.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[min(1, len(lines) - 1)] if lines and lines[0].endswith("Config") else "".join(lines[:1])
     return f"{type(error).__name__}: {reason.partition(' [type=')[0]}" if reason else type(error).__name__

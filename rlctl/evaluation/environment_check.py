@@ -1,8 +1,8 @@
-"""Scripted episodes of an environment or a rollout function, in the process that a run would use, without an engine.
+"""Scripted episodes of an environment, a rollout function or an agent, in a run's process and without an engine.
 
-The player of a run plays them with a scripted policy. It calls each tool once, with arguments made from its schema, and
-then says a few plain messages to `step`. A parameter named like a column of the row gets the row's value, so that a
-script for a data set with the answers may even win.
+A run's player plays the episodes with a scripted policy. The policy calls each tool once, with arguments derived from
+the tool's schema, and then says a few plain messages to `step`. A parameter with the name of a row's column gets the
+row's value, so the script may even win if the rows have the answers.
 """
 
 import sys
@@ -37,15 +37,16 @@ from rlctl.rollout.types import RolloutStart
 from rlctl.utils.user_code import load_object, looks_like_bug, shorten_text
 
 EPISODES = 3
-# Turns of a tried agent.
+# Most turns of an agent.
 AGENT_TURNS = 8
 MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
-# Where neither the class nor a row begins an episode, and no rows are given.
+# Prompt of an episode if neither `reset` nor a row begins it.
 _PROMPT: Message = {"role": "user", "content": "prompt"}
 _MADE_UP_PROMPT = (
     "reset returns no message, so each row of a run needs a column prompt; no rows are given here: the episodes begin "
     "with a made-up one, and --data FILE plays rows of yours"
 )
+# Values of arguments, by JSON type and episode.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "integer": (1, 2, 3),
     "number": (1.0, 2.5, -1.0),
@@ -61,15 +62,17 @@ _VALUES: dict[str, tuple[Any, ...]] = {
 class ScriptedTurn:
     """One action of the script and its answer."""
 
-    # `increment(step=1)`, or the message itself. Scripts read this name in `rlctl env check --json`.
+    # The call, such as `increment(step=1)`, or the message. Scripts read this name in `rlctl env check --json`.
     said: str
-    # Text that the model would read; None: the episode has ended.
+    # Text that the model would read; None if the episode has ended.
     answer: str | None
     # True if the tool raised or is unknown.
     failed: bool
+    # Seconds until the answer.
     seconds: float
-    # Name of the tool; empty for a message. Error and place, if the tool's own code raised.
+    # Name of the tool; empty for a message.
     tool: str = ""
+    # Error and place if the tool's own code raised, else empty.
     raised: str = ""
 
 
@@ -80,16 +83,17 @@ class ScriptedEpisode:
     # Messages that the episode begins with.
     opening: list[Message] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
-    # Tokens of each prompt of a rollout function and of its answer.
+    # (prompt tokens, answer tokens) of each sample of a rollout function.
     samples: list[tuple[int, int]] = field(default_factory=list)
-    # Names of an agent's parameters that were not used, and why its requests continued no turn, with their numbers.
+    # Counts of an agent's requests, for example of each parameter that was not used.
     counts: dict[str, float] = field(default_factory=dict)
+    # Reason why an agent's request continued no turn -> number of such requests.
     rewritten: dict[str, int] = field(default_factory=dict)
-    # None: the class has no `get_reward`, or the episode failed before.
+    # None if the class has no `get_reward`, or if the episode failed.
     reward: Reward | None = None
-    # Reason why the episode ended early.
+    # Reason why the episode failed; None if it did not.
     failure: str | None = None
-    # Seconds that `reset`, or a whole rollout function, took.
+    # Seconds of `reset`, or of a whole rollout function or agent.
     reset_s: float = 0.0
 
 
@@ -101,7 +105,7 @@ class CheckReport:
     episodes: list[ScriptedEpisode]
     # One line for each reason why the environment cannot be used as it is.
     problems: list[str]
-    # One line for each thing worth knowing.
+    # Hints for the environment's author, one line each.
     notes: list[str]
     # Seconds until the process had loaded the environment.
     start_s: float
@@ -110,9 +114,9 @@ class CheckReport:
 def check_environment(
     spec: EnvironmentSpec, rows: Sequence[Mapping[str, Any]], memory_mib: int, seed: int, model_follows: bool = False
 ) -> CheckReport:
-    """Load an environment and play `EPISODES` episodes, one a row in turn. Its errors are in the report.
+    """Load an environment and play `EPISODES` episodes, each with the next row. Its errors are in the report.
 
-    model_follows: a model plays afterwards, so that the script's rewards say nothing.
+    model_follows: a model plays afterwards, so equal rewards of the script get no note.
     """
     begin = time.perf_counter()
     with EnvironmentPool({spec.name: spec}, memory_mib, processes=1) as pool:
@@ -148,7 +152,7 @@ def check_environment(
 
 
 def _failures(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return a line for each reason why episodes ended early."""
+    """Return one line for each reason why episodes failed, with their numbers."""
     by_reason: dict[str, list[str]] = {}
     for number, episode in enumerate(episodes, 1):
         if episode.failure:
@@ -160,8 +164,8 @@ def _failures(episodes: Sequence[ScriptedEpisode]) -> list[str]:
 
 
 def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return a line for each cause for which a tool raised although the call fits its schema."""
-    # Cause -> line on the first turn with this cause.
+    """Return one line for each error of a tool that looks like a bug, because the call fits the tool's schema."""
+    # Cause of an error -> line on the first turn with this cause.
     lines: dict[str, str] = {}
     for turn in chain.from_iterable(episode.turns for episode in episodes):
         if looks_like_bug(turn.raised):
@@ -172,14 +176,14 @@ def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
 
 
 def _silent_tools(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return a note on each tool without an answer."""
+    """Return a note on each tool that answered None."""
     turns = chain.from_iterable(episode.turns for episode in episodes)
     silent = dict.fromkeys(turn.tool for turn in turns if turn.tool and turn.answer == "None")
     return [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
 
 
 def _equal_rewards(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return a note if all episodes have one reward."""
+    """Return a note if all episodes have the same reward."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     if len(rewards) < 2 or any(reward != rewards[0] for reward in rewards):
         return []
@@ -190,9 +194,9 @@ def _equal_rewards(episodes: Sequence[ScriptedEpisode]) -> list[str]:
 
 
 def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:
-    """Call a rollout function with scripted answers: the row's own answer, and `MESSAGES`.
+    """Call a rollout function with scripted answers: the row's answer, then `MESSAGES`.
 
-    Tokens are the bytes of the text.
+    Each byte of a text is a token.
     """
     prompt = _prompt(row)
     text = "\n".join(str(message.get("content", "")) for message in prompt) or "prompt"
@@ -207,9 +211,9 @@ def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], se
 
 
 def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:
-    """Run an agent; its turns call each tool that it shows once, and then say a few messages, the row's answer first.
+    """Run an agent with scripted turns: a call of each tool in its requests, then the row's answer, then `MESSAGES`.
 
-    Tokens are the bytes of the text. After `AGENT_TURNS` turns its budget is used up.
+    Each byte of a text is a token. After `AGENT_TURNS` turns the agent's budget is used up.
     """
     prompt = _prompt(row)
     answer = _answer(row)
@@ -219,7 +223,7 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
 
     def call_tools(tools: list[Schema]) -> list[str]:
         calls = scripted_calls(tools, row, index)
-        # Another call is the first in each episode, since it may end the episode.
+        # Each episode begins with another call, because a call may end the episode.
         first = index % max(1, len(calls))
         return [call_text(call) for call in calls[first:] + calls[:first]]
 
@@ -246,7 +250,7 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
 
 
 def _episode_limits(max_turns: int) -> EpisodeLimits:
-    """Return limits without a bound on tokens and time: each action has its own deadline."""
+    """Return limits of an episode without a bound on tokens and time. Each action has a deadline anyway."""
     return EpisodeLimits(
         max_turns=max_turns, max_length=sys.maxsize, timeout_s=float("inf"), max_retries=0, history="keep"
     )
@@ -264,13 +268,13 @@ def _rollout_start(task: Task, index: int, seed: int) -> RolloutStart:
 
 
 def _agent_lines(episodes: Sequence[ScriptedEpisode]) -> list[str]:
-    """Return notes on parameters that were not used, and on requests that continued no turn."""
+    """Return notes on an agent's parameters that were not used, and on its requests that continued no turn."""
     lines = chain.from_iterable(agent_notes(episode.counts, episode.rewritten) for episode in episodes)
     return list(dict.fromkeys(lines))
 
 
 def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
-    """Return one call of each tool. index: number of the episode. It varies the values."""
+    """Return one call of each tool. index: number of the episode, which chooses the values of arguments."""
     calls = []
     for tool in tools:
         values = {name: row.get(name, _schema_value(schema, index)) for name, schema in properties_of(tool).items()}
@@ -279,7 +283,7 @@ def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) 
 
 
 def _schema_value(schema: Any, index: int) -> Any:
-    """Return a value of a schema, which may be any JSON."""
+    """Return a value that fits a schema. The schema may be any JSON value. index: number of the episode."""
     if values := list_at(schema, "enum"):
         return values[index % len(values)]
     if choices := list_at(schema, "anyOf"):
@@ -300,9 +304,9 @@ def _play_scripted(
     seed: int,
     made_up: Sequence[Message] = (),
 ) -> ScriptedEpisode:
-    """Play an episode as a run does, with a policy that calls each tool once and then says a few messages.
+    """Play an episode with a run's player and a policy that calls each tool once and then says `MESSAGES`.
 
-    made_up: prompt of a row that has none.
+    made_up: prompt to use if the row has none.
     """
     texts = [call_text(call) for call in scripted_calls(contract.tools, row, index)]
     if contract.has_step:
@@ -337,7 +341,7 @@ def _play_scripted(
 
 
 def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
-    """Return a call or a message with its answer; None for another action."""
+    """Return a call or a message with its answer; None for a reset, a reward or a close."""
     outcome = action.outcome.result()
     failed = isinstance(outcome, EnvironmentFailure)
     if action.kind == "step":
@@ -355,7 +359,7 @@ def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
 
 
 def _reset_again(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
-    """Begin a second episode of the same row and seed; return a note if it begins otherwise than the first."""
+    """Begin a second episode with the same row and seed; return a note if its first messages are others."""
     observation: Observation | EnvironmentFailure = pool.reset("again", row, seed).result()
     if first.failure or isinstance(observation, EnvironmentFailure):
         return []
@@ -368,7 +372,7 @@ def _reset_again(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str
 
 
 def _prompt(row: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of a row's own prompt, which may be text or messages."""
+    """Return a row's prompt as messages; empty if it has none. The prompt may be text or messages."""
     prompt = row.get("messages", row.get("prompt"))
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
@@ -382,16 +386,16 @@ def _answer(row: Mapping[str, Any]) -> str | None:
 
 
 def shipped_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield tasks of an environment that ships. held_out: tasks that never are among those to train on."""
+    """Yield tasks of an environment that rlctl ships. held_out: yield tasks that training never uses."""
     module = ENVIRONMENTS[name].partition(":")[0]
     tasks: Iterator[dict[str, Any]] = load_object(f"{module}:tasks")(seed, held_out)
     return tasks
 
 
 def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[DatasetSection, list[Row]]:
-    """Return the first rows of the file `data`; without one, tasks of an environment that ships, else one empty row.
+    """Return a section and the first `count` rows of the file `data`. Raises DataError.
 
-    Raises DataError.
+    Without a file, return tasks of an environment that rlctl ships, or else one empty row.
     """
     section = DatasetSection(data, "train", "prompt", "answer", "messages", count, {})
     if data is not None:
@@ -405,7 +409,7 @@ def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[Dat
 
 
 def signature(tool: Schema) -> str:
-    """Return a tool as `increment(step: integer, fast: boolean = ...) -> integer`."""
+    """Return a tool's signature as text, for example `increment(step: integer, fast: boolean = ...) -> integer`."""
     function = tool["function"]
     parameters = function["parameters"]
     required = parameters.get("required", ())

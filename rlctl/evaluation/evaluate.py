@@ -1,4 +1,4 @@
-"""An evaluation: held-out tasks of several data sets, sampled and scored as the run's own validation does it."""
+"""An evaluation: held-out tasks of several data sets, sampled and scored by the code of a run's validation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,28 +26,28 @@ from rlctl.rollout.types import RolloutGroup
 from rlctl.utils.files import write_whole
 from rlctl.workers.user_logs import Emit
 
-# Damaged parts that are told one by one.
+# Most damaged parts with a warning each.
 _MOST_LINES = 5
-# (name of the data set, tasks done, all of its tasks)
+# Called with (name of the data set, number of finished tasks, number of its tasks).
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Tasks to evaluate, and the folder that their answers go to."""
+    """Tasks to evaluate, and the folder for their answers."""
 
     name: str
     settled: SettledGrpo
     tasks: list[Task]
     folder: EvaluationFolder
-    # Digest of the rows: only equal ones are compared.
+    # Digest of the rows. Only evaluations with equal rows are compared.
     rows: str
 
 
 class Evaluation:
-    """Evaluation of one set of weights. settings: data set's name -> config, which differ in data.validation alone.
+    """Evaluation of one set of weights. Raises DataError, ModelError.
 
-    Raises DataError, ModelError.
+    settings: config of each data set, by the data set's name. The configs differ only in data.validation.
     """
 
     def __init__(self, target: Target, settings: Mapping[str, Composed[SettledGrpo]], root: Path, emit: Emit) -> None:
@@ -61,10 +61,10 @@ class Evaluation:
         self.sets = [self._data_set(name, composed, root, weights) for name, composed in settings.items()]
 
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
-        """Return the result of each data set. Answers that are kept as they were written are not sampled again.
+        """Sample and score the missing answers; return the result of each data set.
 
-        save_every: tasks between two savings. Raises PlacementError, RewardError,
-        UnusableEnvironmentError, EvaluationError, RuntimeError.
+        Answers that an earlier call saved are not sampled again. save_every: number of tasks in each saved part. Raises
+        PlacementError, RewardError, UnusableEnvironmentError, EvaluationError, RuntimeError.
         """
         unfinished = [data for data in self.sets if not self._has_result(data.folder)]
         if unfinished:
@@ -73,7 +73,7 @@ class Evaluation:
         return [result for result in results if result]
 
     def _has_result(self, folder: EvaluationFolder) -> bool:
-        """Return True for a whole result. Warn of a damaged result: it is made again from the answers."""
+        """Return True if a folder has a result without damage. Warn of a damaged result, which is computed again."""
         try:
             return folder.result() is not None
         except DamagedResult as error:
@@ -81,7 +81,7 @@ class Evaluation:
             return False
 
     def _sample_sets(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
-        # This import is slow. Finished results are shown without it.
+        # Imported here, because the import is slow and finished results do not need it.
         from rlctl.launch.engines import engines
 
         settled = sets[0].settled
@@ -95,7 +95,7 @@ class Evaluation:
             environments = None
             setup = None
             if config.has_turns:
-                # The pool starts before Ray, which changes this process's variables.
+                # The pool starts before Ray, because Ray changes this process's environment variables.
                 environments = stack.enter_context(environment_pool(config, logs, self._emit))
                 setup = set_up(config, environments, self._chat, sets[0].tasks[0])
             scorer = stack.enter_context(
@@ -117,7 +117,7 @@ class Evaluation:
             self._finish_set(data)
 
     def _sample_missing(self, data: DataSet, validation: Validation, save_every: int, progress: Progress) -> None:
-        """Sample the groups that are missing."""
+        """Sample, score and save the groups that are missing in the folder."""
         with data.folder.claim():
             count = len(data.tasks)
             missing = data.folder.missing(count, save_every)
@@ -129,7 +129,7 @@ class Evaluation:
                 progress(data.name, done, count)
 
     def _warn_damage(self, damage: Sequence[str]) -> None:
-        """Warn of damaged parts: of the first few with a line each, of the others with their number."""
+        """Warn of damaged parts: one line for each of the first `_MOST_LINES`, and the number of the others."""
         for line in damage[:_MOST_LINES]:
             self._emit("warning", what=line)
         if len(damage) > _MOST_LINES:
@@ -154,7 +154,7 @@ class Evaluation:
 
 
 def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> list[dict[str, Any]]:
-    """Return the groups as rollouts.jsonl has them, each rollout with the `completion` that rewards were given."""
+    """Return the groups as records of rollouts.jsonl. Each rollout also has `completion`, the text for its rewards."""
     scored = decoder(chat.tokenizer, special=False)
     records = group_records(groups, decoder(chat.tokenizer, special=True))
     for group, record in zip(groups, records):

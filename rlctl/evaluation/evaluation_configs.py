@@ -1,4 +1,4 @@
-"""Configs of weights without a trainer: one for measuring, one for sampling."""
+"""Configs for weights without a trainer: one to evaluate the weights, one to sample from them."""
 
 import json
 import shlex
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def config_of(target: Target, seed: int, system: str | None = None) -> tuple[GrpoConfig, int]:
     """Return the config of an engine with these weights, and the most tokens of an answer. Raises ConfigError.
 
-    Weights of no GRPO run have the tiny recipe's config, without its data, and the defaults of generation.
+    Weights of a GRPO run get the run's config. Other weights get the tiny recipe's config with the chat settings of
+    their run, if there is one, and the default size of the KV cache. system: system prompt; None keeps the config's.
     """
     file = target.run / "config.yaml" if target.run else None
     recorded = RunDir(target.run).recorded_config() if target.run else {}
@@ -53,12 +54,12 @@ def config_of(target: Target, seed: int, system: str | None = None) -> tuple[Grp
     except OtherVersionError as error:
         reason = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
         raise ConfigError([Problem(str(file), "", reason)]) from None
-    # A model of few positions could not have the default in its config.
+    # Returned apart, because a config with this default would be refused for a model of few positions.
     return config, config.generation.max_new_tokens if is_grpo else defaults["max_new_tokens"]
 
 
 def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles, Placement]:
-    """Return the run of a trainer and an engine that share this machine, to check weights with.
+    """Return the settled config, files and placement of one trainer rank and one engine that share this machine.
 
     Raises ConfigError, ModelError, PlacementError.
     """
@@ -73,7 +74,7 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
 
 
 def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, max_new_tokens: int) -> GrpoConfig:
-    """Return the config by which episodes of `spec` are tried once, without further rewards."""
+    """Return the config to try episodes of an environment `spec`, each once and without reward functions."""
     command = " ".join(map(shlex.quote, spec.agent.command)) if spec.agent else ""
     agent_function = spec.name if spec.agent and not command else None
     environment = replace(
@@ -97,13 +98,13 @@ def episodes_config(config: GrpoConfig, spec: EnvironmentSpec, memory_mib: int, 
 
 
 def arguments_of(config: GrpoConfig, environment: str) -> dict[str, Any]:
-    """Return the arguments that a run gives the environment of this name; none if it plays another one."""
+    """Return the arguments that a run gives the environment of this name; empty if the run does not play it."""
     names = (environment, paths.resolve(environment, "plugin", Origin()))
     return next((choice.args for choice in config.environment.environments.values() if choice.name in names), {})
 
 
 def overrides_for(target: Target) -> list[str]:
-    """Return the overrides by which a config takes the weights of `target`, and belongs to no run."""
+    """Return the overrides that make a config use the weights of `target`, without a run name and trackers."""
     model = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false", "lora=null"]
     return [*model, "telemetry.trackers=[]", "run.name=null"]
 
@@ -111,9 +112,10 @@ def overrides_for(target: Target) -> list[str]:
 def measured_configs(
     target: Target, text: str, recipe: str | None, overrides: Sequence[str], data: Sequence[str], samples: int | None
 ) -> dict[str, Composed[SettledGrpo]]:
-    """Return the config of each data set, by its name. text: the target as it was typed. Raises ConfigError.
+    """Return the config of each data set, by the data set's name. Raises ConfigError.
 
-    recipe: None: the config of the weights' run. data: paths of rows; empty: the rows of the config.
+    text: the target as the user typed it. recipe: None means the config of the weights' run. data: paths of rows; empty
+    means the validation rows of the config. samples: answers to each task; None means the config's number.
     """
     own_overrides = overrides_for(target)
     if samples is not None:
@@ -145,10 +147,10 @@ def make_evaluation(
     step: int | None = None,
     to: Path | None = None,
 ) -> "Evaluation":
-    """Return the evaluation of the weights that `text` names, as `rlctl eval` and `rlctl.evaluate` make it.
+    """Return the evaluation of the weights that `text` names, for `rlctl eval` and `rlctl.evaluate`.
 
-    recipe, overrides, data, samples: see `measured_configs`. step: see `find_target`. to: the folder of results; None:
-    that of the weights' run, else `evals` here. Raises TargetError, ConfigError, DataError, ModelError.
+    recipe, overrides, data, samples: see `measured_configs`. step: see `find_target`. to: folder for results; None
+    means `evals` in the weights' run, or else `evals` here. Raises TargetError, ConfigError, DataError, ModelError.
     """
     target = find_target(text, runs_folder(), step)
     settings = measured_configs(target, text, recipe, overrides, data, samples)
@@ -159,7 +161,7 @@ def make_evaluation(
 
 
 def _recipe_of(target: Target) -> str:
-    """Return the config of the run that the weights are of. Raises ConfigError."""
+    """Return the path of the config of the weights' run. Raises ConfigError if the weights belong to no run."""
     if target.run is None:
         reason = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
         raise ConfigError([Problem(target.model, "", reason)])
@@ -169,12 +171,12 @@ def _recipe_of(target: Target) -> str:
 def load_measured(
     base: str, own_overrides: list[str], overrides: list[str], is_own: bool, remedy: str
 ) -> Composed[SettledGrpo]:
-    """Load a recipe, or a run's own config, to measure by.
+    """Load a recipe, or a run's config, to evaluate weights by. Raises ConfigError.
 
-    own_overrides: overrides that the command makes itself. overrides: the typed ones. remedy: the command that names a
-    recipe. Raises ConfigError.
+    own_overrides: overrides of rlctl. overrides: overrides of the user. is_own: `base` is the config of the weights'
+    run. remedy: command with a recipe, for an error.
     """
-    # Chats and tried environments do without this import of 0.3 s.
+    # Imported here, because the import takes 0.3 s and chats and tried environments do not need it.
     from rlctl.launch.prepare import RunRequest, prepare
 
     try:
@@ -187,9 +189,9 @@ def load_measured(
 
 
 def _measured_by(config: Path) -> str:
-    """Return the key of the recipe that measures a run, empty for its own config.
+    """Return the key of the recipe within a run's config that the run validates by; empty for the config itself.
 
-    Raises ConfigError without rewards.
+    Raises ConfigError for a run without rewards.
     """
     recorded = RunDir(config.parent).recorded_config()
     if recorded.get("kind") == "grpo":
@@ -201,7 +203,7 @@ def _measured_by(config: Path) -> str:
 
 
 def _named_paths(data: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (name, path) of each data set; an empty path means the config's own."""
+    """Yield (unique name, path) of each data set. An empty path means the config's validation rows."""
     used: dict[str, int] = {}
     for path in data or [""]:
         name = Path(path).name.partition(".")[0] if path else "validation"

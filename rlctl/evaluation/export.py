@@ -1,4 +1,4 @@
-"""Export of weights: a Hugging Face folder in the dtype asked for, with a model card, and its way to the hub."""
+"""Export of weights: writes a Hugging Face folder in a given dtype with a model card, and uploads it to the hub."""
 
 import errno
 import json
@@ -25,16 +25,16 @@ from rlctl.run.run_dir import RunDir, model_name
 from rlctl.telemetry.jsonl import read_records
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
-# Digits that each dtype keeps, in bits.
+# Bits of a number's significand in each dtype.
 _DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
 class ExportError(UserError):
-    """An export that cannot be made."""
+    """An export that cannot be written."""
 
 
 class PushError(ExportError):
-    """An export that is written, but not uploaded."""
+    """An export that was written, but could not be uploaded."""
 
     exit_code = 1
 
@@ -44,8 +44,8 @@ def export(
 ) -> Path:
     """Write the target's weights and model card into the new folder `to`, whole or not at all; return it.
 
-    dtype: of floating-point tensors; None: as they are. warn: called where a wider dtype adds no digits, and
-    where an evaluation is damaged. merged: an adapter is added to its base, in float32, and cast once. Raises
+    dtype: dtype of floating-point tensors; None keeps their dtypes. warn: called with one line if a wider dtype adds no
+    digits, and for each damaged evaluation. merged: add an adapter to its base in float32, then cast once. Raises
     ExportError, ModelError.
     """
     if to.exists():
@@ -71,7 +71,7 @@ def export(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # A copy names the file that it reads.
+            # Name the new folder: the error of a copy would name the file that is read.
             raise OSError(error.errno, error.strerror, str(to)) from error
         if isinstance(error, OSError):
             raise _explain_error(error, source, to) from error
@@ -80,7 +80,10 @@ def export(
 
 
 def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Give the exported template the arguments of the run. Callers that name none get them."""
+    """Write the run's arguments of the chat template into the exported template, as defaults.
+
+    Call `warn` if the template is not exported.
+    """
     arguments = data.get("chat_template_kwargs")
     if not arguments:
         return
@@ -92,7 +95,7 @@ def _write_arguments(folder: Path, data: Mapping[str, Any], warn: Callable[[str]
 
 
 def _explain_error(error: OSError, source: Path, to: Path) -> ExportError:
-    """Return the error of a file that cannot be read, or of a folder that cannot be written."""
+    """Return an error with the name of the unreadable file, or of the folder that cannot be written."""
     file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else to
     if file.is_relative_to(source):
         return ExportError(f"{file} cannot be read: {error.strerror}")
@@ -101,7 +104,7 @@ def _explain_error(error: OSError, source: Path, to: Path) -> ExportError:
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
     read_config(source)
-    # `copytree` would hide the number of an error.
+    # Not `copytree`, whose error hides the system's error number.
     for file in [source, *sorted(source.rglob("*"))]:
         copy = folder / file.relative_to(source)
         if file.is_dir():
@@ -136,10 +139,10 @@ def _write_weights(source: Path, folder: Path, dtype: ExportDtype | None, warn: 
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload the folder to `repository` (owner/name) of the hub and return its address.
+    """Upload the folder to `repository` (owner/name) of the hub, and return the repository's address.
 
-    The hub and the login are those of huggingface_hub (HF_ENDPOINT, `hf auth login`). Raises PushError with the
-    reason where there is no hub, no login or no right to write.
+    huggingface_hub chooses the hub (HF_ENDPOINT) and the login (`hf auth login`). Raises PushError with the reason if
+    the hub cannot be reached, or the login is missing or may not write.
     """
     from huggingface_hub import HfApi
 
@@ -147,7 +150,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         hub = HfApi()
         address = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Export of rlctl")
-    except Exception as error:  # Network, login, rights, names: the hub's library has an error for each.
+    except Exception as error:  # Network, login, rights, names: huggingface_hub's errors have no common class.
         raise PushError(f"{folder} is written, but not pushed to {repository}: {first_line(error)}") from error
     return str(address)
 
@@ -155,20 +158,21 @@ def push(folder: Path, repository: str, private: bool) -> str:
 def model_card(
     target: Target, dtypes: list[str], warn: Callable[[str], None], adapter: AdapterConfig | None = None
 ) -> str:
-    """Return the README.md of an exported folder: the origin of the weights, their data, and their measurements.
+    """Return the README.md of an exported folder: the origin of the weights, the data, and the measured figures.
 
-    warn: called for each damaged evaluation. Its figures are left out. adapter: the config in PEFT's folder.
+    dtypes: dtypes of the weights. warn: called with one line for each damaged evaluation, which is left out. adapter:
+    config of the adapter if the folder is one.
     """
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = RunDir(target.run).recorded_config() if target.run else {}
     if config:
         head["tags"].append(config["kind"])
         base = str(config["model"]["path"])
-        # An absolute path means nothing on the hub.
+        # An absolute path has no meaning on the hub.
         head |= {} if Path(base).is_absolute() or config["model"].get("random_init") else {"base_model": base}
     weights = "Weights"
     if adapter:
-        # The hub's page of an adapter says how PEFT loads it.
+        # With this name the hub's page shows how PEFT loads the adapter.
         head |= {"library_name": "peft", "tags": [*head["tags"], "lora"]}
         head |= {} if Path(adapter.base).is_absolute() else {"base_model": adapter.base}
         weights = f"LoRA adapter of rank {adapter.rank} for {model_name(adapter.base)},"
@@ -185,7 +189,7 @@ def model_card(
 
 
 def _shareable(value: Any) -> Any:
-    """Return a config without the parts of one machine: its sections on the run and its folders, absolute paths."""
+    """Return a config without the parts that hold on one machine only: the run, its folders, and absolute paths."""
     if isinstance(value, dict):
         return {key: _shareable(child) for key, child in value.items() if key not in ("run", "telemetry", "placement")}
     if isinstance(value, list):
@@ -194,7 +198,7 @@ def _shareable(value: Any) -> Any:
 
 
 def _list_data(config: Mapping[str, Any]) -> str:
-    """Return a line for each data set of a run, and one for its rewards."""
+    """Return one line for each data set of a run, and one line for its rewards."""
     lines = []
     for name in ("train", "validation"):
         section = config["data"].get(name) or {}
@@ -211,7 +215,7 @@ def _list_data(config: Mapping[str, Any]) -> str:
 
 
 def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
-    """Yield the tables of measurements of these weights."""
+    """Yield Markdown tables of the run's validation at the weights' step, and of each evaluation of the weights."""
     records = read_records(RunDir(run).metrics)
     validation: Mapping[str, Any] = {}
     for record in records:

@@ -1,7 +1,7 @@
-"""Figures of scored held-out groups: the numbers of `rlctl eval` beyond a run's own validation metrics. Pure.
+"""Figures of scored held-out groups: the numbers that `rlctl eval` adds to a run's validation metrics. Pure.
 
-An answer whose reward failed has no value and counts nowhere but in `failures`. A task without a scored answer is left
-out of every mean.
+An answer whose reward failed has no score, and counts only in `failures`. A task without a scored answer is left out of
+every mean.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from rlctl.grpo.metrics import validation_metrics
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import RolloutGroup
 
-# Bounds of a share.
+# Least and greatest value of a share.
 _SHARE = (0.0, 1.0)
 
 
@@ -28,11 +28,13 @@ _SHARE = (0.0, 1.0)
 class TaskResult:
     """Scored answers to one task."""
 
+    # Id of the task.
     task: str
-    # Answers with a score, and the right answers.
+    # Number of answers with a score.
     scored: int
+    # Number of right answers.
     right: int
-    # Mean reward of the scored answers; None without any.
+    # Mean reward of the scored answers; None if no answer has a score.
     reward: float | None
 
     @property
@@ -53,10 +55,11 @@ def task_results(groups: Sequence[RolloutGroup]) -> list[TaskResult]:
 
 
 def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Return every figure of the groups as plain values.
+    """Return the figures of the groups as JSON data, with these keys.
 
     metrics: the run's own validation metrics. accuracy (avg@k with k answers to a task), pass_at (by k), reward,
-    rewards (by name): each with its interval. length, truncated, failures (by cause) of all answers.
+    rewards (by name): each with an interval. length, truncated, failures (by cause): of all answers. tasks, answers,
+    unscored_tasks: numbers.
     """
     rollouts = list(chain.from_iterable(group.rollouts for group in groups))
     scores = list(chain.from_iterable(group.scores for group in groups))
@@ -93,9 +96,9 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 def result_of(
     groups: Sequence[RolloutGroup], config: GrpoConfig, rows: str, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers.
+    """Return the result of scored groups as JSON data: facts, settings, figures, and the numbers of each task.
 
-    facts: known facts of the answers; they override the config.
+    rows: digest of the rows. facts: facts of the answers, such as the target. They replace settings of the config.
     """
     settings = {
         "generations": max(len(group.rollouts) for group in groups),
@@ -111,7 +114,10 @@ def result_of(
 
 
 def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:
-    """Yield pass@k for k = 1, 2, 4, ... and the number of answers; tasks with fewer scored answers are left out."""
+    """Yield (k, pass@k) for k = 1, 2, 4, ... and for the number of answers to a task.
+
+    Tasks with fewer than k scored answers are left out.
+    """
     largest = max(task.scored for task in tasks)
     powers = {2**exponent for exponent in range(largest.bit_length())}
     for k in sorted(powers | {largest}):
@@ -120,7 +126,7 @@ def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:
 
 
 def _reward_means(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Return the mean of each reward before its weight, and its failures, by name."""
+    """Return by name the mean of each reward without its weight, and the number of its failures."""
     scores = list(chain.from_iterable(group.scores for group in groups))
     names = dict.fromkeys(chain.from_iterable(score.parts for score in scores))
     means: dict[str, Any] = {}
@@ -136,9 +142,9 @@ def _reward_means(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 
 
 def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
-    """Return the least and the greatest weighted sum if every single reward is from 0 to 1; else None.
+    """Return the least and the greatest possible weighted sum if every measured reward is from 0 to 1; else None.
 
-    A reward from 0 to 1 is taken for one that cannot leave this range. Nearly all rewards of verifiers cannot.
+    Such rewards are assumed to have 0 and 1 as bounds, as nearly all rewards of verifiers do.
     """
     weights: dict[str, float] = {}
     parts: list[float | None] = []
@@ -151,7 +157,7 @@ def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
     low = sum(min(0.0, weight) for weight in weights.values())
     high = sum(max(0.0, weight) for weight in weights.values())
     are_shares = all(part is None or 0.0 <= part <= 1.0 for part in parts)
-    # A sum beyond the bounds has a summand that is no part.
+    # A sum beyond these bounds has a summand that is not among the parts.
     are_within = all(low - 1e-9 <= weighted_sum <= high + 1e-9 for weighted_sum in sums)
     return (low, high) if are_shares and are_within and low < high else None
 
@@ -162,5 +168,5 @@ def _part_values(scores: Sequence[Score], name: str) -> list[float]:
 
 
 def _cause(failed: str) -> str:
-    """Return the reward and the cause of a failure, without the text of one rollout."""
+    """Return the reward's name and the cause in a failure's text, without the text of its rollout."""
     return ": ".join(failed.split(": ")[:2])

@@ -1,11 +1,11 @@
 """Judgement of an engine's greedy tokens by transformers' own model of a folder.
 
-transformers scores the engine's own tokens: answers of two models would have other contexts after their first
-difference. Below float32 the two best tokens of a place may be closer than rounding. So transformers' model is rounded
-too, on the same tokens. It measures how far rounding moves the gap of two best tokens, and how often it makes another
-token the best: an engine may round twice as much.
-Measured with vLLM on a CPU in bfloat16, 5,319 tokens of two mixtures of experts (tests/zoo.py), 103 of which differed.
-Of 48 times 128 tokens the largest gap was 1.8 times the rounding of gaps in one and at most 1.3 times in the others.
+transformers scores the tokens that the engine chose. Two separate answers could not be compared, because their contexts
+differ after the first different token. In bfloat16 the two best tokens of a position may be closer than the rounding.
+So transformers' model runs in the engine's dtype too, on the same tokens. This measures how far rounding moves the gap
+between the two best tokens, and how often it makes another token the best. An engine may round twice as much.
+Measured with vLLM on a CPU in bfloat16, with 5,319 tokens of two mixtures of experts (tests/zoo.py): 103 tokens
+differed. In 48 trials of 128 tokens each, the largest gap was 1.8 times the rounding in one trial, else at most 1.3.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from rlctl.evaluation.closeness import EXACT
 from rlctl.evaluation.model_facts import Finding
 from rlctl.evaluation.transformers_model import plain_logits, plain_model
 
-# transformers' own rounding moves a gap, and makes another token the best. An engine may do so twice as much.
+# Largest ratio of an engine's rounding to transformers' own rounding.
 _ROUNDING_RATIO = 2.0
-# Tokens that may differ by chance: one of 1,000 right engines has more.
+# Further tokens that may differ by chance: one of 1,000 right engines has more.
 _CHANCE_TOKENS = 3
 
 
@@ -33,18 +33,18 @@ class GreedyAnswer(NamedTuple):
 
 
 class _TieRounding(NamedTuple):
-    """Rounding of transformers' own model."""
+    """Rounding of transformers' own model in a dtype, compared with float32."""
 
-    # Largest change of the gap between the two best tokens of a place, in nats.
+    # Largest change of the gap between the two best tokens of a position, in nats.
     gap: float
-    # Share of places where another token becomes the best.
+    # Share of positions at which another token becomes the best.
     share: float
 
 
 def judge_greedy(answers: Sequence[GreedyAnswer], folder: str, device: str, dtype: str) -> Finding:
-    """Compare greedy tokens with the best ones of transformers' model of a folder in float32.
+    """Compare an engine's greedy tokens with the best tokens of transformers' float32 model of a folder.
 
-    dtype: the engine's. A token that differs passes if it is as good as the best one up to rounding.
+    dtype: the engine's dtype. A different token passes if it is as good as the best token up to rounding.
     """
     sequences = [np.concatenate(answer) for answer in answers]
     lm = plain_model(folder, device)
@@ -53,7 +53,7 @@ def judge_greedy(answers: Sequence[GreedyAnswer], folder: str, device: str, dtyp
     rounding = _TieRounding(0.0, 0.0)
     if dtype != "float32":
         best_pairs = [rows.topk(2) for rows in logits]
-        # Two models at a time may not fit.
+        # Two models at the same time may not fit in memory.
         del lm
         lm = plain_model(folder, device, dtype)
         gap_changes = []
@@ -72,19 +72,22 @@ def judge_greedy(answers: Sequence[GreedyAnswer], folder: str, device: str, dtyp
 
 
 def _gaps_to_best(logits: torch.Tensor, answer: GreedyAnswer) -> torch.Tensor:
-    """Return the distance from each token of an answer to the best token of its place, in nats."""
+    """Return how far the logit of each token of an answer is below the best logit of its position, in nats.
+
+    logits: float32 [T - 1, vocab] of prompt and answer.
+    """
     logits = logits[len(answer.prompt) - 1 :]
     chosen = logits.gather(1, torch.from_numpy(answer.answer.astype(np.int64))[:, None])[:, 0]
     return logits.amax(-1) - chosen
 
 
 def _judge_gaps(gaps: torch.Tensor, rounding: _TieRounding, dtype: str) -> Finding:
-    """Judge tokens by their distances to the best tokens: by the largest gap, and by the number of other tokens."""
+    """Judge greedy tokens by their gaps to the best tokens: by the largest gap and by the number of nonzero gaps."""
     tokens = len(gaps)
     equal = int((gaps == 0).sum())
     largest_gap = max(EXACT, _ROUNDING_RATIO * rounding.gap)
     most_tokens = int(_ROUNDING_RATIO * rounding.share * tokens) + _CHANCE_TOKENS
-    # NaN is no rounding.
+    # A gap of NaN counts as beyond, because the comparison is false.
     within = int((gaps <= largest_gap).sum()) - equal
     beyond = tokens - equal - within
     text = f"{equal} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"

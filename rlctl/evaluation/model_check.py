@@ -1,7 +1,7 @@
 """Proof that a model trains exactly, without a run (`rlctl model check`).
 
-Each finding is measured: a pack equals its sequences alone, the engine equals the trainer, an engine serves the weights
-that were sent, and an export answers as the engine does.
+Each finding is measured. A pack of sequences has the log-probs of the sequences alone. The trainer's log-probs equal
+transformers' and the engine's. An engine serves the weights that were sent. An export gives the engine's answers.
 """
 
 import shutil
@@ -47,21 +47,21 @@ from rlctl.refit.refit_plan import RefitPlan
 PROMPTS = 8
 PROMPT_TOKENS = 24
 ANSWER_TOKENS = 16
-# Rounds of `LENGTHS` that are compared: the mean of a rounding takes more tokens than a difference.
+# Sets of sequences with `LENGTHS` that are compared. In bfloat16 more, because the mean rounding needs more tokens.
 _ROUNDS = {"float32": 1, "bfloat16": 4}
 _CHUNK_BYTES = 64 << 20
 _FAINTLY = "with weights so small that the epsilons of norms count"
 
 
 class CheckedEngine:
-    """An engine in its process, and its end of a refit from a `CheckedTrainer`."""
+    """An engine in its process, as the receiver of refits from a `CheckedTrainer`."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
         self._num_requests = 0
 
     def answers(self, prompts: Sequence[NDArray[np.int32]], temperature: float) -> list[Completion]:
-        """Sample an answer to each prompt, from the whole distribution, with the same seeds at each call."""
+        """Sample an answer to each prompt without top-p and top-k. Each call uses the same seeds."""
         requests = []
         for seed, prompt in enumerate(prompts):
             self._num_requests += 1
@@ -75,11 +75,14 @@ class CheckedEngine:
         return [completions[request.id] for request in requests]
 
     def checksums(self) -> dict[str, int]:
-        """Return checksums of the live tensors."""
+        """Return the checksum of each live tensor of the engine, by the tensor's name."""
         return self._process.call(Engine.checksums)
 
     def open(self, trainer: CheckedTrainer, dtype: str, folder: Path, mode: Mode) -> LoadMode:
-        """Connect both ends; return the way in which the engine takes weights in."""
+        """Connect trainer and engine for refits; return the mode in which the engine loads weights.
+
+        dtype: dtype of the sent weights. folder: folder for the transport's files.
+        """
         holding = trainer.sender.refit_holding(dtype, True)
         self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
         spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
@@ -88,27 +91,27 @@ class CheckedEngine:
 
     @property
     def sent(self) -> list[str]:
-        """Tensors of a refit."""
+        """Names of the tensors that a refit sends."""
         return [entry.name for entry in self._plan.entries]
 
     def refit(self, trainer: CheckedTrainer, version: int) -> None:
-        """Bring the engine to the trainer's weights; every tensor's checksum is compared."""
+        """Send the trainer's weights to the engine, and compare the checksum of every tensor."""
         header = Header(version, self._plan.digest, "all", prove=trainer.adapts)
         trainer.sender.refit_send(header)
         self._process.call(Engine.refit_receive, header)
 
 
 def checked_sequences(trainer: CheckedTrainer, vocab: int, longest: int) -> list[NDArray[np.int32]]:
-    """Return the sequences whose log-probs are compared."""
+    """Return the random sequences whose log-probs are compared, each of at most `longest` tokens."""
     lengths = [min(length, longest) for length in LENGTHS]
     rounds = [random_sequences(vocab, lengths, seed) for seed in range(_ROUNDS[trainer.dtype])]
     return list(chain.from_iterable(rounds))
 
 
 def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]], scratch: Path) -> Iterator[Finding]:
-    """Compare a pack with each of its sequences alone: log-probs, and the norm of a gradient.
+    """Compare a pack with each of its sequences alone: first the log-probs, then the norm of a gradient.
 
-    scratch: an empty folder. The weights stay as they were.
+    scratch: an empty folder. The weights are restored.
     """
     pack = Side("packed", trainer.log_probs(sequences), trainer.exact_log_probs(sequences))
     alone_rows = trainer.log_probs(sequences, packed=False)
@@ -131,22 +134,23 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
 
 
 def sample_answers(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.int32], Completion]]:
-    """Return prompts and the engine's answers, the same for equal weights."""
+    """Return (prompt, the engine's answer) pairs. Equal weights give equal pairs."""
     prompts = random_sequences(vocab, [PROMPT_TOKENS - index % 8 for index in range(PROMPTS)], 1)
     return list(zip(prompts, engine.answers(prompts, 1.0)))
 
 
 def _name_parts(closeness: Closeness, trainer: CheckedTrainer, where: str) -> str:
-    """Return the text of a comparison. If the sides differ, it names the parts to look at first."""
+    """Return the text of a comparison. If the sides differ, the text names the parts of the model to look at first."""
     return closeness.text if closeness.holds else f"{closeness.text}. {trainer.rank.suspects(where)}"
 
 
 def agreement(
     trainer: CheckedTrainer, pairs: list[tuple[NDArray[np.int32], Completion]], bound: float, when: str, where: str
 ) -> Finding:
-    """Compare log-probs of tokens that the engine sampled with the trainer's.
+    """Compare the engine's log-probs of the tokens that it sampled with the trainer's log-probs.
 
-    bound: the value of `parity_check.bound_of`. where: the side to look at first if they differ.
+    bound: from `parity_check.bound_of`. when: state of the weights in words. where: side to look at first if the
+    log-probs differ, in words.
     """
     sequences = [np.concatenate([prompt, answer.tokens]) for prompt, answer in pairs]
     engine_rows = [np.concatenate([np.zeros(len(prompt), np.float32), answer.log_probs]) for prompt, answer in pairs]
@@ -171,9 +175,9 @@ def agreement(
 def as_transformers(
     trainer: CheckedTrainer, folder: str, device: str, sequences: Sequence[NDArray[np.int32]]
 ) -> Finding:
-    """Compare the trainer with transformers' own model, a sequence at a time.
+    """Compare the trainer's log-probs with those of transformers' own model of a folder, one sequence at a time.
 
-    Weights of adapters are rounded apart from the weights of their base: no float32 pass has both together.
+    With adapters there is no exact pass in float32, because adapter and base are rounded separately.
     """
     exact = None if trainer.adapts else trainer.exact_log_probs(sequences)
     model = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
@@ -186,7 +190,7 @@ def as_transformers(
 def faintly_as_transformers(
     trainer: CheckedTrainer, device: str, sequences: Sequence[NDArray[np.int32]], scratch: Path
 ) -> Finding:
-    """Compare trainer and transformers with small weights, which show a wrong epsilon. scratch: an empty folder."""
+    """Compare trainer and transformers with tiny weights, which show a wrong epsilon. scratch: an empty folder."""
     with trainer.faint_weights(scratch / "faint-before"):
         trainer.rank.export_folder(scratch / "faint", trainer.dtype)
         finding = as_transformers(trainer, str(scratch / "faint"), device, sequences)
@@ -196,7 +200,7 @@ def faintly_as_transformers(
 
 
 def _whole_model(folder: Path) -> str:
-    """Return the folder of a whole model. An adapter is added to its base, in float32."""
+    """Return the folder of a whole model. For an adapter, write its sum with the base in float32 to a new folder."""
     if not is_adapter(folder):
         return str(folder)
     merged = folder.with_name(f"{folder.name}-merged")
@@ -205,7 +209,10 @@ def _whole_model(folder: Path) -> str:
 
 
 def greedy(trainer: CheckedTrainer, engine: CheckedEngine, device: str, vocab: int, scratch: Path) -> Finding:
-    """Compare the engine's greedy tokens with transformers' model of the trainer's export. scratch: an empty folder."""
+    """Export the trainer's weights, and compare the engine's greedy tokens with transformers' model of this export.
+
+    scratch: an empty folder.
+    """
     trainer.rank.export_folder(scratch, trainer.dtype)
     prompts = random_sequences(vocab, [PROMPT_TOKENS] * PROMPTS, 2)
     completions = engine.answers(prompts, 0.0)
@@ -222,11 +229,11 @@ def engine_findings(
     bound: float,
     imports: Sequence[str] = (),
 ) -> Iterator[Finding]:
-    """Start the engine, and compare it with the trainer: from disk, after a refit with other weights, and after a refit
-    with the first weights. An engine that can receive into its live weights does so, then also into shadow weights.
-    Raises EngineProcessError.
+    """Start the engine, and compare it with the trainer: with weights from disk, after a refit with changed weights,
+    and after a refit with the first weights. Raises EngineProcessError.
 
-    is_right: True if the trainer has transformers' log-probs. bound: as of `agreement`. imports: as of `EngineProcess`.
+    An engine that can receive into its live weights is tried in this mode, and then with shadow weights. is_right: True
+    if the trainer has transformers' log-probs. bound: see `agreement`. imports: see `EngineProcess`.
     """
     device = spec.device
     side = "in the engine, for the trainer is as transformers" if is_right else "in the trainer"
@@ -243,7 +250,8 @@ def engine_findings(
         for number, mode in enumerate(modes):
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
             if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
-                # An engine keeps some tensors in float32, or computes others from them, before it rounds.
+                # An engine that loaded the folder's unrounded weights may have computed other tensors from these, or
+                # keep some in float32. So it starts again from the rounded weights.
                 engine.refit(trainer, 4 * number + 1)
                 first = sample_answers(engine, vocab)
                 before = engine.checksums()
@@ -282,10 +290,10 @@ def check_model(
     scratch: Path,
     imports: Sequence[str] = (),
 ) -> Iterator[Finding]:
-    """Check a model; each finding comes as soon as it is measured.
+    """Check a model, and yield each finding as soon as it is measured.
 
-    imports: as of `EngineProcess`. Raises ModelError, DataError, EngineProcessError, and ValueError for a model that
-    cannot train.
+    scratch: an empty folder. imports: see `EngineProcess`. Raises ModelError, DataError, EngineProcessError, and
+    ValueError for a model that cannot train.
     """
     device = "cpu" if placement.device == "cpu" else "cuda:0"
     longest = min(files.max_length, settled.max_length)

@@ -1,4 +1,4 @@
-"""Facts of a model in lines for a reader: its parts, its tensors that are trained, sent and kept, its tokens."""
+"""Lines of text on a model: its parts, the tensors that are trained, sent and kept, and its tokens."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelFacts
 from rlctl.models.layer_kinds import AttentionKind, LogitTransform
 
-# Names that a line lists. A line on more names has only their number and the first.
+# Most names that a line lists. For more names a line has their number and the first name.
 _NAMED = 3
 
 
@@ -21,15 +21,17 @@ _NAMED = 3
 class Finding:
     """One line of a check."""
 
+    # Word at the beginning of the line; empty for a further line on the same subject.
     subject: str
     text: str
-    # None: a fact, not judged.
+    # True if the check passed; None for a fact without a judgement.
     holds: bool | None = None
+    # Measured numbers by name.
     figures: dict[str, float] = field(default_factory=dict)
 
 
 def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator[Finding]:
-    """Yield a line for each part of a model. adapters: these alone are trained and sent."""
+    """Yield one line for each part of a model. adapters: if given, only these are trained and sent."""
     sizes = facts.sizes
     kinds = facts.kinds
     model = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_number(sizes.parameters)} parameters"
@@ -67,7 +69,10 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
 
 
 def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
-    """Yield a line for the tokenizer, and one for each of its warnings. Raises DataError."""
+    """Yield one line for the tokenizer, and one for each of its warnings. vocab: size of the model's vocabulary.
+
+    Raises DataError.
+    """
     tokens = len(chat.tokenizer)
     ends = chat.ends
     unused = f"; {vocab - tokens:,} rows of the vocabulary have none" if tokens < vocab else ""
@@ -76,7 +81,7 @@ def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
 
 
 def _attention(kind: AttentionKind) -> str:
-    """Return a layer's attention in words. Usual properties are left out."""
+    """Describe a layer's attention in words. Usual properties are left out."""
     shared = f" over {kind.kv_heads} of keys" if kind.kv_heads != kind.heads else ""
     parts = [f"with {kind.heads} heads of {kind.dim}{shared}"]
     if kind.v_dim != kind.dim:
@@ -101,14 +106,14 @@ def _output(logits: LogitTransform, tied: bool, bias: bool) -> str:
 
 
 def _short_list(names: tuple[str, ...]) -> str:
-    """Return some names, or their number and the first."""
+    """Return at most `_NAMED` names, or else the number of names and the first one."""
     if len(names) <= _NAMED:
         return ", ".join(names)
     return f"{len(names)} tensors ({names[0]} and others)"
 
 
 def _number(value: Any) -> str:
-    """Return a number of parameters in thousands, millions or billions."""
+    """Return a number of parameters as text in thousands, millions or billions."""
     for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if value >= size:
             return f"{value / size:.3g} {word}"

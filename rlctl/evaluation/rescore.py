@@ -1,4 +1,4 @@
-"""Stored answers scored again by other rewards: those of an evaluation, or of a run's rollouts.jsonl. No engine."""
+"""Scoring of stored answers by other rewards, without an engine. Answers of an evaluation, or of rollouts.jsonl."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -44,27 +44,30 @@ from rlctl.workers.user_logs import Emit
 
 @dataclass(frozen=True)
 class StoredAnswers:
-    """Groups as rollouts.jsonl has them, of one step."""
+    """Stored answers of one step."""
 
+    # Records of groups in the form of rollouts.jsonl.
     groups: list[Record]
     step: int
-    # Config that the answers were sampled by.
+    # File of the config with which the answers were sampled.
     config: Path
-    # Name of the set of weights, and of the data set.
+    # Name of the set of weights.
     target: str
+    # Name of the data set.
     data: str
-    # Folder that results go to.
+    # Folder for the results.
     root: Path
-    # Settings that the answers were sampled with, where they are known.
+    # Known settings with which the answers were sampled.
     sampled: dict[str, Any]
-    # A line on answers that are not in the file any more; empty for none.
+    # A line on answers that the file has lost; empty if it has all.
     missing: str = ""
 
 
 def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
-    """Return the answers of an evaluation's folder, or the held-out ones of a run, by name or path.
+    """Return the answers in an evaluation's folder, or the held-out answers of a run.
 
-    step: of a run; None: the newest with answers. Raises EvaluationError, also for answers that are damaged.
+    source: folder of an evaluation, or name or path of a run. root: folder of runs. step: step of the run; None means
+    the newest step with answers. Raises EvaluationError, also for damaged answers.
     """
     folder = source.parent if source.name == "rollouts.jsonl" else source
     try:
@@ -108,14 +111,14 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
 
 
 def _lost_answers(run: RunDir, step: int, num_groups: int) -> str:
-    """Return a line if the file has fewer groups of this validation than the run recorded."""
+    """Return a line if rollouts.jsonl has fewer groups of a validation than the run recorded; empty if it has all."""
     records = read_records(run.metrics)
     validations = [record for record in records if record["kind"] == "validation" and record["step"] == step]
     try:
         limit = int(run.recorded_config()["telemetry"]["groups_per_validation"])
         recorded = min(limit, int(validations[-1][HELD_OUT_PROMPTS.name]))
     except (LookupError, TypeError, ValueError):
-        return ""  # Nothing says how many groups there were.
+        return ""  # The number of recorded groups is not known.
     if num_groups >= recorded:
         return ""
     damaged = count(damaged_lines(run.rollouts), "damaged line")
@@ -123,9 +126,10 @@ def _lost_answers(run: RunDir, step: int, num_groups: int) -> str:
 
 
 def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | None, emit: Emit) -> dict[str, Any]:
-    """Return the result of the answers under the rewards of `composed`, and keep it next to the first one.
+    """Score answers by the rewards of a config; write the result to a new folder in `to` and return it.
 
-    Raises RewardError for a reward that cannot be used, DataError where rows are gone.
+    to: None means the folder of the first result. Raises EvaluationError, RewardError for a reward that cannot be used,
+    and DataError for rows that cannot be read.
     """
     config = composed.settled.config
     if config.has_turns:
@@ -155,7 +159,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
 
 
 def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
-    """Return the groups without scores, and the rewards' input of each rollout."""
+    """Return the groups without scores, and the input of the rewards for each rollout."""
     completion_text = _completions(answers, config)
     groups: list[RolloutGroup] = []
     inputs: list[RewardInput] = []
@@ -166,7 +170,7 @@ def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGro
 
 
 def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
-    """Return the task of each group. A run's records lack the rows, which are read from the data set again."""
+    """Return the task of each group. A run's records have no rows, so the rows are read from the data set."""
     rows: dict[str, dict[str, Any]] = {}
     if any("row" not in record for record in answers.groups):
         for part in part_of(config, "validation"):
@@ -184,7 +188,7 @@ def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
 
 
 def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:
-    """Return a function from a rollout's record to the text that rewards are given."""
+    """Return a function that returns the text for the rewards from a rollout's record."""
     special: list[str] = []
     rollouts = chain.from_iterable(record["rollouts"] for record in answers.groups)
     if any("completion" not in rollout for rollout in rollouts):
@@ -213,7 +217,7 @@ def _special_tokens(folder: Path) -> Iterator[str]:
 
 
 def _rollout_of_record(task: Task, record: Record) -> Rollout:
-    """Return a rollout of the record's length and end; its tokens are not known, and nothing reads them."""
+    """Return a rollout with a record's length and finish reason. Its token ids are zeros, which nobody reads."""
     length = int(record["tokens"])
     request_id = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))
     completion = Completion(
@@ -226,7 +230,7 @@ def _rollout_of_record(task: Task, record: Record) -> Rollout:
 
 
 def _put_scores(record: Record, group: RolloutGroup) -> Record:
-    """Return a group's record with the scores of `group`."""
+    """Return a group's record with its scores replaced by those of `group`."""
     rollouts: list[Record] = []
     for rollout_record, rollout in zip(record["rollouts"], group.rollouts):
         rollouts.append({**rollout_record, "reward": rollout.reward, **_score_fields(rollout)})

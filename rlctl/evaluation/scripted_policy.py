@@ -1,4 +1,4 @@
-"""Scripted policy: the text of each turn is given, so that a player plays an episode without a model or a tokenizer."""
+"""Scripted policy: a player plays an episode with given texts of the turns, without a model or a tokenizer."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _ACTIONS = ("reset", "call", "step", "reward", "close")
 
 @dataclass(frozen=True)
 class ScriptedPolicy:
-    """`Policy` that says these texts, one a turn. Tokens are the bytes of the text."""
+    """`Policy` that says one of these texts in each turn. Each byte of a text is a token."""
 
     texts: Sequence[str]
 
@@ -31,21 +31,21 @@ class ScriptedPolicy:
 
 @dataclass
 class AgentScript:
-    """`Policy` of one agent that calls each tool of its requests once, and then says a few texts in turn.
+    """`Policy` of one agent that calls each tool of its requests once, and then repeats a few texts in turn.
 
-    calls: texts that call the tools of a prompt, from their schemas.
+    calls: returns the texts that call tools with these schemas.
     """
 
     calls: Callable[[list[Schema]], list[str]]
     texts: Sequence[str]
-    # Texts that call the tools of the first prompt with tools.
+    # Texts that call the tools in the first prompt with tools; None before that prompt.
     _tool_turns: list[str] | None = None
 
     async def sample(self, request: TurnRequest) -> Completion:
         prompt = bytes(request.prompt_tokens).decode(errors="replace")
         _, mark, tools_text = prompt.rpartition(TOOLS_MARK)
         if self._tool_turns is None and mark:
-            # Later messages follow the list of tools.
+            # Texts of later messages stand behind the JSON of the tools.
             tools, _ = json.JSONDecoder().raw_decode(tools_text)
             self._tool_turns = self.calls(tools)
         tool_turns = self._tool_turns or []
@@ -58,15 +58,15 @@ class AgentScript:
 
 
 def call_text(call: ToolCall) -> str:
-    """Return a turn that calls a tool."""
+    """Return the text of a turn that calls a tool."""
     call_json = json.dumps({"name": call.name, "arguments": call.arguments}, default=str)
-    # A text that spells the end mark must not end the call.
+    # An argument may contain the text of the end mark, which must not end the call.
     return f"<tool_call>{call_json.replace('<', chr(92) + 'u003c')}</tool_call>"
 
 
 @dataclass
 class TimedAction:
-    """One action that an episode asked its environment for."""
+    """One action of an episode, and its time."""
 
     kind: str
     arguments: tuple[Any, ...]
@@ -77,7 +77,7 @@ class TimedAction:
 
 
 class TimedPool:
-    """`EnvironmentPool` that keeps the actions of an episode, in order."""
+    """`EnvironmentPool` that records the actions of its episodes, in order."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Proof that an engine serves the trainer's weights: every tensor is sent, and the engine takes each in."""
+"""Proof that an engine serves the trainer's weights: a refit sends every tensor, and each one changes the engine."""
 
 import re
 from collections.abc import Collection
@@ -18,32 +18,32 @@ from rlctl.models.weight_headers import DTYPES, weight_headers
 from rlctl.refit.refit_plan import Layout
 from rlctl.refit.weight_source import Shard
 
-# Numbers of the largest tensor that gets other values if an update leaves it as it is. Larger ones are matrices, which
-# an update moves.
+# Most elements of a tensor that gets random changes if an update does not change it. Larger tensors are matrices, which
+# every update changes.
 _SMALL = 1 << 20
-# Size of other values, as a share of a tensor's mean.
+# Standard deviation of the random changes, as a share of the tensor's mean absolute value.
 _SHARE_OF_MEAN = 0.2
-# Size of other values for a tensor whose mean is 0.
+# Standard deviation of the random changes of a tensor of zeros.
 _SIZE_OF_ZEROS = 0.05
-# Size of an embedding's numbers (root of the mean square) at which the epsilon of a norm, 1e-6 or 1e-5, counts.
+# Root mean square of an embedding at which the epsilon of a norm, 1e-6 or 1e-5, matters.
 _FAINT = 1e-3
-# A parameter's float32 weight, gradient and two moments, and the second model's weight.
+# Bytes for each parameter: the float32 weight, its gradient and two moments, and the second model's weight.
 _BYTES = 20
 
 
 def names_to_send(folder: Path, facts: ModelFacts) -> set[str]:
-    """Return the tensors of a folder that a refit must send: all that the model holds, by the headers of the files.
+    """Return the names of a folder's tensors that a refit must send: all tensors of the model, by the files' headers.
 
-    A tied output that is saved too is the embedding. Raises ModelError.
+    The weight of a tied output is left out, because it is the embedding. Raises ModelError.
     """
     tied = f"{facts.head}.weight" if facts.sizes.tied else None
     return {name for name in weight_headers(folder) if not (tied and name.endswith(tied))} - set(facts.kept)
 
 
 def is_rounded(layout: Layout, folder: Path) -> bool:
-    """Return True if a refit sends a tensor with fewer digits than the folder has: an engine starts with more.
+    """Return True if a refit sends a tensor in a dtype with fewer digits than the tensor has in the folder.
 
-    layout: the tensors of the refit.
+    An engine that loaded the folder then has more digits than after a refit. layout: tensors of the refit.
     """
     digits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
     saved = {name: DTYPES.get(dtype, dtype) for name, (dtype, _) in weight_headers(folder).items()}
@@ -51,12 +51,12 @@ def is_rounded(layout: Layout, folder: Path) -> bool:
 
 
 def not_finite(shards: list[Shard]) -> str | None:
-    """Return the first tensor that has a NaN or an infinity; None for weights without one."""
+    """Return the name of the first tensor with a NaN or an infinity; None if there is none."""
     return next((shard.name for shard in shards if not bool(shard.tensor.isfinite().all())), None)
 
 
 def make_faint(shards: list[Shard], embedding: str, buffers: Collection[str]) -> None:
-    """Scale weights down in place until the embedding's numbers are about `_FAINT`. Norms and buffers stay."""
+    """Scale weights down in place until the embedding's root mean square is `_FAINT`, but no norms and no buffers."""
     unscaled_names = re.compile("|".join(["norm", r"\.ln_", *map(re.escape, buffers)]))
     scaled = [shard for shard in shards if not unscaled_names.search(shard.name)]
     embedding_shard = next(shard for shard in scaled if shard.name.endswith(embedding))
@@ -68,7 +68,7 @@ def make_faint(shards: list[Shard], embedding: str, buffers: Collection[str]) ->
 
 
 def refuse_too_large(parameters: int, device: str) -> Finding | None:
-    """Return why a proof is not made, where trainer, optimizer and a second model do not fit in memory."""
+    """Return a failed finding if trainer, optimizer and a second model do not fit in memory, else None."""
     proof_bytes = _BYTES * parameters
     memory = psutil.virtual_memory().available if device == "cpu" else torch.cuda.mem_get_info()[1]
     if proof_bytes <= memory:
@@ -79,18 +79,18 @@ def refuse_too_large(parameters: int, device: str) -> Finding | None:
 
 
 class OtherValues:
-    """Other values for tensors that an update leaves alone: buffers, and weights that move by less than rounding."""
+    """Random changes of tensors that an update does not change: buffers, and weights that move less than rounding."""
 
     def __init__(self, shards: list[Shard]) -> None:
-        """Remember the present values. shards: in the trainer's own memory."""
-        # (live tensor, copy of its first values)
+        """Copy the present values. shards: the trainer's live tensors."""
+        # (live tensor, copy of its first values) of each small tensor.
         self._copies: list[tuple[Tensor, Tensor]] = []
         for shard in shards:
             if shard.tensor.is_floating_point() and shard.tensor.numel() <= _SMALL:
                 self._copies.append((shard.tensor, shard.tensor.clone()))
 
     def put(self, dtype: str) -> None:
-        """Change each tensor whose values are still the same in `dtype`."""
+        """Change each tensor whose values, rounded to `dtype`, still equal the first values."""
         random = torch.Generator().manual_seed(0)
         kind = getattr(torch, dtype)
         for live, copy in self._copies:
@@ -100,13 +100,13 @@ class OtherValues:
                 live.add_(step.to(live.device, live.dtype))
 
     def undo(self) -> None:
-        """Bring the first values back."""
+        """Restore the first values."""
         for live, copy in self._copies:
             live.copy_(copy)
 
 
 def have_same_answers(first: list[tuple[Any, Completion]], second: list[tuple[Any, Completion]]) -> bool:
-    """Return True if tokens and log-probs are equal to the last bit."""
+    """Return True if two lists of (prompt, answer) have bitwise equal tokens and log-probs."""
     for (_, answer), (_, other) in zip(first, second, strict=True):
         if not np.array_equal(answer.tokens, other.tokens) or not np.array_equal(answer.log_probs, other.log_probs):
             return False
@@ -116,26 +116,31 @@ def have_same_answers(first: list[tuple[Any, Completion]], second: list[tuple[An
 class Served(NamedTuple):
     """An engine's checksums before, between and after two refits, and facts of these refits."""
 
+    # Checksum of each tensor by name, with the first weights.
     before: dict[str, int]
+    # The same after a refit with changed weights.
     between: dict[str, int]
+    # The same after a refit with the first weights again.
     after: dict[str, int]
-    # Tensors of a refit.
+    # Names of the tensors that a refit sends.
     sent: Collection[str]
-    # Tensors that a refit must have.
+    # Names of the tensors that a refit must send.
     required: Collection[str]
-    # Tokens and log-probs of the answers before and after are equal to the last bit.
+    # True if the answers before and after have bitwise equal tokens and log-probs.
     has_same_answers: bool
 
 
 def judge_served(served: Served, chosen: LoadMode) -> Finding:
-    """Judge an engine after other weights and the first ones again. Of some tensors only kernels have a copy.
+    """Judge an engine after a refit with changed weights and a refit with the first weights again.
 
-    An engine may fuse several tensors of the folder into a parameter: each parameter must have changed.
+    Every parameter of the engine must have changed and then returned. Parameters are compared and not the folder's
+    tensors, because an engine may fuse several tensors into one parameter.
     """
     before = served.before
     changed = [name for name in before if before[name] != served.between.get(name)]
     unrestored = [name for name in before if before[name] != served.after.get(name)]
-    # A word in brackets: no parameter. Buffers have the names of the folder; an engine makes others by itself.
+    # A name with a word in brackets is no parameter. It must change only if it is a buffer that the refit sends: an
+    # engine computes other such tensors itself.
     unchanged = []
     for name in set(before) - set(changed):
         tensor_name = _tensor_name(name)
@@ -157,5 +162,5 @@ def judge_served(served: Served, chosen: LoadMode) -> Finding:
 
 
 def _tensor_name(name: str) -> str:
-    """Return an engine's name of a tensor, without the worker's number."""
+    """Return a tensor's name in an engine's checksums without the worker's number."""
     return name.partition(": ")[2]

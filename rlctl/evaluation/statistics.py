@@ -1,20 +1,20 @@
-"""Statistics of an evaluation: pass@k, intervals at 95%, the paired test of a difference. Pure.
+"""Statistics of an evaluation: pass@k, 95% confidence intervals, the paired test of a difference. Pure.
 
-Tasks are the independent units: answers to one task depend on each other, so errors are computed over task means
+Answers to one task depend on each other, and tasks are independent. So errors are computed over the tasks' means
 (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2).
 
-Two intervals are used. n tasks have means of mean m and standard deviation s (divisor n - 1); t is the quantile of
-Student's distribution with n - 1 degrees of freedom.
+There are two intervals. The means of n tasks have the mean m and the standard deviation s (divisor n - 1). t is the
+quantile of Student's distribution with n - 1 degrees of freedom.
 
 - Without bounds: m -+ t s / sqrt(n) (Student, Biometrika 6 (1908), 1). It is exact for normal task means.
-- With bounds, as a share has: two tasks are added, one at each bound. Their n + 2 values give m' and s', and the
-  interval is m' -+ t s' / sqrt(n + 2), cut at the bounds. With one answer to each task it is the adjusted interval of a
-  share (Agresti and Caffo, The American Statistician 54 (2000), 280) or of a paired difference (Bonett and Price,
-  Journal of Educational and Behavioral Statistics 37 (2012), 479), with t in place of the normal quantile. Equal task
-  means are no certainty here, and clusters of answers need no correction.
+- With bounds, for example 0 and 1 of a share: two tasks are added, one at each bound. The n + 2 values give m' and s',
+  and the interval is m' -+ t s' / sqrt(n + 2), cut at the bounds. With one answer to each task this is the adjusted
+  interval of a share (Agresti and Caffo, The American Statistician 54 (2000), 280) or of a paired difference (Bonett
+  and Price, Journal of Educational and Behavioral Statistics 37 (2012), 479), with t instead of the normal quantile.
+  If all task means are equal, the interval still has a width. Several answers to a task need no correction.
 
-In 4,000 simulated evaluations each, of 2 to 200 tasks with 1 to 16 answers and 20 distributions of difficulty, the
-second covers 94% at least.
+The second interval covered at least 94% in simulations of 4,000 evaluations each, with 2 to 200 tasks, 1 to 16 answers
+and 20 distributions of difficulty.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,11 @@ Bounds = tuple[float, float]
 _LEVEL = 0.95
 _ONE_TASK = "one task has no interval"
 _EQUAL_TASKS = "all tasks are equal: no interval"
-# Values that the exact distribution of a test may have; beyond that signs are drawn.
+# Most values of a test's exact distribution. Beyond, random signs are drawn, `_DRAWS` times.
 _MOST_VALUES = 4_000_000
 _DRAWS = 20_000
-# A number is taken for the fraction that it is nearest to, up to rounding, as a mean of rewards of 0 and 1 is.
+# A float counts as a fraction with at most this denominator if they differ by rounding only. Means of rewards of 0 and
+# 1 are such fractions.
 _MOST_DENOMINATOR = 10_000
 _ROUNDING = 1e-12
 
@@ -45,9 +46,10 @@ class Estimate:
     """A mean over tasks with its interval at 95%."""
 
     value: float
-    # None where there is no interval; the note says why.
+    # Ends of the interval; None if there is none.
     low: float | None
     high: float | None
+    # Reason why there is no interval.
     note: str = ""
 
 
@@ -56,25 +58,26 @@ class Difference:
     """The mean difference of two evaluations of the same tasks, second minus first."""
 
     mean: float
-    # Interval at 95%; None where there is no interval, and the note says why.
+    # Ends of the 95% interval; None if there is none.
     low: float | None
     high: float | None
+    # Reason why there is no interval.
     note: str
-    # Probability of a difference at least as large if both were equally good; two-sided.
+    # Two-sided probability of a difference at least as large if both evaluations were equally good.
     p_value: float
-    # "exact", or the number of drawn signs, below whose inverse no probability is told apart.
+    # "exact", or the number n of random draws. The draws cannot resolve a probability below 1 / n.
     test: str
-    # Numbers of tasks at which the second is better, worse, equal.
+    # Numbers of tasks at which the second evaluation is better, worse, equal.
     better: int
     worse: int
     equal: int
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Return the unbiased estimate of pass@k, 1 - C(n-c, k) / C(n, k) of n samples with c right.
+    """Return the unbiased estimate of pass@k, 1 - C(n-c, k) / C(n, k), from n samples of which c are right.
 
-    The probability that at least one of k answers, drawn without repetition, is right. Source: Chen et al., arXiv
-    2107.03374, equation 1. Raises ValueError for more than n answers.
+    pass@k is the probability that at least one of k answers, drawn without repetition, is right. Source: Chen et al.,
+    arXiv 2107.03374, equation 1. Raises ValueError for k > n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples: k must be from 1 to {samples}")
@@ -82,9 +85,9 @@ def pass_at(k: int, samples: int, right: int) -> float:
 
 
 def estimate(value: float, means: Sequence[float], bounds: Bounds | None = None) -> Estimate:
-    """Return `value`, a mean whose parts by task are `means`, with its interval. bounds: None if none are known.
+    """Return a mean with its interval. value: the mean. means: mean of each task. bounds: None if not known.
 
-    One task has no interval. Without bounds equal tasks have none either, for nothing says how they vary.
+    One task gives no interval. Without bounds equal means give none either, because their variance is 0.
     """
     rows = np.asarray(means, np.float64)
     if len(rows) < 2:
@@ -134,14 +137,14 @@ def t_quantile(freedom: int) -> float:
 def compare_means(
     first: Sequence[Fraction | float], second: Sequence[Fraction | float], bounds: Bounds | None = None
 ) -> Difference:
-    """Compare two evaluations by their means at the same tasks, in the same order.
+    """Compare two evaluations by their means for the same tasks, in the same order.
 
     bounds: least and greatest value of a difference.
 
-    The test is Fisher's: if both are equally good, each difference could as well have the other sign. Its distribution
-    is computed exactly for fractions, and for numbers that are fractions up to rounding. With one answer to each task
-    it is the sign test, McNemar's exact one. For other numbers signs are drawn. Source: Fisher, The Design of
-    Experiments (1935), section 21. Raises ValueError for no task.
+    The test is Fisher's: if both are equally good, each task's difference has either sign with equal probability. The
+    distribution is computed exactly for fractions, and for numbers that are fractions up to rounding. With one answer
+    to each task the test is the sign test (McNemar's exact test). For other numbers random signs are drawn. Source:
+    Fisher, The Design of Experiments (1935), section 21. Raises ValueError if there is no task.
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} tasks are no pairs")
@@ -170,7 +173,7 @@ def _standard_error(rows: NDArray[np.float64]) -> float:
 
 
 def _exact_p_value(first: Sequence[Fraction | float], second: Sequence[Fraction | float]) -> float | None:
-    """Return the exact probability; None where a mean is no fraction, or there are too many sums."""
+    """Return the exact p-value; None if a mean is no fraction, or if there are too many sums to compute."""
     differences: list[Fraction] = []
     for before, after in zip(first, second):
         start = _fraction(before)
@@ -188,7 +191,7 @@ def _exact_p_value(first: Sequence[Fraction | float], second: Sequence[Fraction 
 
 
 def _fraction(value: Fraction | float) -> Fraction | None:
-    """Return the fraction that a number is up to rounding; None for another number."""
+    """Return the fraction that a number equals up to rounding; None if there is no such fraction."""
     if isinstance(value, int | Fraction):
         return Fraction(value)
     fraction = Fraction(value).limit_denominator(_MOST_DENOMINATOR)
@@ -196,7 +199,7 @@ def _fraction(value: Fraction | float) -> Fraction | None:
 
 
 def _drawn_p_value(rows: NDArray[np.float64]) -> float:
-    # A sum that equals the one measured may differ from it by rounding.
+    # Slightly smaller, because a drawn sum that equals the measured sum may differ by rounding.
     measured = abs(float(rows.sum())) * (1 - 1e-12)
     draws = np.random.default_rng(0)
     extreme = 0

@@ -1,8 +1,9 @@
-"""The folder of one evaluation: answers in parts, whole or not there at all, and the result once all are there.
+"""Folder of one evaluation: first the answers in parts, then the result.
 
-`NAME/{config.yaml, parts/FIRST-LAST/, rollouts.jsonl, result.json, manifest.json}`. Its name ends with a digest of all
-that the answers depend on: the same command finds the answers that were sampled before it was killed, and samples only
-the rest. Each part has a manifest, and so has the result: a file is used only as it was written.
+`NAME/{config.yaml, parts/FIRST-LAST/, rollouts.jsonl, result.json, manifest.json}`. NAME ends with a digest of all
+settings and files that the answers depend on. So the same command finds the answers of a killed evaluation, and samples
+only the missing ones. A part is written as a whole or not at all. Parts and result have manifests, and a file that does
+not match its manifest is not used.
 """
 
 import fcntl
@@ -28,7 +29,7 @@ from rlctl.utils.files import sync, write_whole
 
 # Sections of a config on which no answer depends.
 _ASIDE = ("kind", "run", "trainer", "placement", "checkpoint", "health", "telemetry", "grpo", "async", "refit")
-# Files of a finished evaluation, the last one last.
+# Files of a finished evaluation, in the order in which they are written.
 _FINISHED = ("rollouts.jsonl", "result.json")
 
 
@@ -37,15 +38,15 @@ MADE_AGAIN = "the command that made the evaluation makes it again from its answe
 
 
 class EvaluationError(UserError):
-    """An evaluation that cannot be begun or read; one line for the user."""
+    """An evaluation that cannot be started or read. The text is one line for the user."""
 
 
 class DamagedResult(EvaluationError):
-    """A result with a file that is not as it was written; one line that names it."""
+    """A result with a file that does not match its manifest. The text is one line with the file's name."""
 
 
 def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
-    """Return 8 hexadecimal digits of all that answers and scores depend on.
+    """Return 8 hexadecimal digits of a hash of everything on which answers and scores depend.
 
     config: values of the config. weights, rows: digests of the model's files and of the tasks.
     """
@@ -60,7 +61,7 @@ def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
 
 
 def digest_of_rows(tasks: Sequence[Task]) -> str:
-    """Return the digest of the rows behind tasks: equal for models that read them as other tokens."""
+    """Return a digest of the tasks' rows. It does not depend on the model's tokenizer."""
     rows = [[task.id, task.answer, task.row] for task in tasks]
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -74,7 +75,7 @@ class EvaluationFolder:
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Make the folder and lock it until the block is left. Raises EvaluationError if another process has it."""
+        """Create the folder, and lock it for the block. Raises EvaluationError if another process has locked it."""
         self._parts.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -89,7 +90,7 @@ class EvaluationFolder:
             os.close(descriptor)
 
     def save(self, places: range, groups: Sequence[RolloutGroup]) -> None:
-        """Keep the scored groups of the tasks at `places`, all or none."""
+        """Write the scored groups of the tasks with these indices as one part, all or none."""
         name = f"{places[0]:06d}-{places[-1]:06d}"
         temporary = self._parts / f"tmp_{name}"
         temporary.mkdir()
@@ -101,11 +102,11 @@ class EvaluationFolder:
         sync(self._parts)
 
     def places(self) -> set[int]:
-        """Return the places of the tasks whose groups are kept."""
+        """Return the indices of the tasks whose groups are saved."""
         return set(chain.from_iterable(self._finished_parts()))
 
     def drop_damaged(self) -> list[str]:
-        """Remove each part that is not as it was written; return a line on each. Only while the folder is claimed."""
+        """Remove each part that does not match its manifest; return a line on each. Call this within `claim`."""
         lines = []
         for folder, places in zip(self._folders(), list(self._finished_parts())):
             if damage := find_damage(folder):
@@ -116,7 +117,7 @@ class EvaluationFolder:
         return lines
 
     def groups(self, tasks: Sequence[Task]) -> list[RolloutGroup]:
-        """Return the group of each task. tasks: all tasks. Raises EvaluationError for a lost one."""
+        """Return the saved group of each task. tasks: all tasks. Raises EvaluationError if a group is missing."""
         rollouts: dict[int, list[Rollout]] = {}
         for folder in self._folders():
             rollouts |= load_groups(folder)
@@ -125,7 +126,7 @@ class EvaluationFolder:
         return [RolloutGroup(tasks[place], rollouts[place]) for place in sorted(rollouts)]
 
     def missing(self, total: int, size: int) -> list[range]:
-        """Return the places without kept groups, of `total`, in ranges of at most `size`."""
+        """Return the indices below `total` without a saved group, as ranges of at most `size` indices."""
         saved = self.places()
         ranges: list[range] = []
         for place in range(total):
@@ -138,14 +139,17 @@ class EvaluationFolder:
         return ranges
 
     def finish(self, records: Sequence[Record], result: Mapping[str, Any]) -> None:
-        """Write the answers for readers, the result, and the manifest of both."""
+        """Write the answers as rollouts.jsonl, the result, and the manifest of both files."""
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         write_whole(self.path / "rollouts.jsonl", "".join(f"{line}\n" for line in lines))
         write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
         write_manifest(self.path, _FINISHED)
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result; None before the end. Raises DamagedResult for a file that is not as it was written."""
+        """Return the result; None if the evaluation is not finished.
+
+        Raises DamagedResult for a file that does not match its manifest.
+        """
         file = self.path / "result.json"
         if not file.is_file():
             return None

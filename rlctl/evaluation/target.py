@@ -1,4 +1,4 @@
-"""Weights to evaluate or to export: those of a run, of a checkpoint, or of a Hugging Face folder."""
+"""Search for the weights to evaluate or to export: of a run, a checkpoint, a Hugging Face folder, or the hub."""
 
 import hashlib
 import json
@@ -19,31 +19,31 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class TargetError(UserError):
-    """A text that names no weights; one line for the user."""
+    """A text that names no weights. The error's text is one line for the user."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Weights in a Hugging Face folder, and where they come from."""
+    """Weights in a Hugging Face folder, and their origin."""
 
     # The folder, or a hub name.
     model: str
-    # Steps that made them; 0 where no checkpoint says. Seeds of validation follow from it.
+    # Number of training steps of the weights; 0 if it is not known. Seeds of validation are derived from it.
     step: int = 0
-    # Directory of their run; None where none is known.
+    # Directory of the weights' run; None if it is not known.
     run: Path | None = None
 
     @property
     def name(self) -> str:
-        """Name for a reader: the run and its step, or the model's."""
+        """Name for messages: the run's name and the step, or the model's name."""
         return f"{self.run.resolve().name} step {self.step}" if self.run else model_name(self.model)
 
 
 def find_target(text: str, root: Path, step: int | None = None) -> Target:
-    """Return the weights of `text`: a Hugging Face folder, a checkpoint or a run, by its path or below `root`.
+    """Return the weights that `text` names: a Hugging Face folder, a checkpoint or a run.
 
-    step: step of a run's checkpoint; None: the newest checkpoint. Any text of the form owner/name that is not on this
-    machine is taken for a hub name. Raises TargetError.
+    text: a path, or a name within the folder of runs `root`. A text of the form owner/name that is not on this machine
+    is taken for a hub name. step: step of a run's checkpoint; None means the newest. Raises TargetError.
     """
     path = next((path for path in (Path(text), root / text) if is_model(path) or is_checkpoint(path)), None)
     if path is not None:
@@ -68,7 +68,10 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
 
 
 def digest_of_weights(folder: Path) -> str:
-    """Return the digest of a model's files: by the manifest in a checkpoint, else by sizes, times and both ends."""
+    """Return a digest of a model's files.
+
+    In a checkpoint it is computed from the manifest, else from the files' sizes, times, first and last bytes.
+    """
     digest = hashlib.sha256()
     if folder.name == "hf" and (folder.parent / MANIFEST).is_file():
         digest.update(json.dumps(_digests(folder.parent), sort_keys=True).encode())
@@ -84,7 +87,7 @@ def digest_of_weights(folder: Path) -> str:
 
 
 def _target_of_run(run: Path, step: int | None) -> Target:
-    """Return the checkpoint of a step, or the newest one. Raises TargetError, also if the newest is damaged."""
+    """Return the weights of a run's checkpoint at `step`, or of the newest. Raises TargetError, also for damage."""
     checkpoints = Checkpoints(RunDir(run).checkpoints, 1, 0)
     by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.all()}
     if step is not None:
@@ -97,7 +100,7 @@ def _target_of_run(run: Path, step: int | None) -> Target:
         raise TargetError(f"{run} has no checkpoint yet")
     newest, damage = checked
     if damage:
-        # A run that still trains may have pruned the newest since, and saved another.
+        # A run that still trains may have deleted this checkpoint meanwhile, and saved another.
         if checkpoints.damage_of_newest() != checked:
             return _target_of_run(run, step)
     elif newest not in by_step or not hold(by_step[newest].path):
@@ -123,7 +126,7 @@ def _target_of_checkpoint(path: Path) -> Target:
 
 
 def _target(checkpoint: Checkpoint, run: Path) -> Target:
-    """Return the checkpoint's weights, once their bytes are those that were written."""
+    """Return a checkpoint's weights after a check of their files. Raises TargetError for damage."""
     folder = checkpoint.export
     if damage := damage_of_weights(folder):
         raise TargetError(damage)
@@ -133,7 +136,7 @@ def _target(checkpoint: Checkpoint, run: Path) -> Target:
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:
-    """Return the digest of each file of hf/, as the manifest lists it."""
+    """Return the digest of each file of hf/ in the checkpoint's manifest."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]
         return {name: str(facts["digest"]) for name, facts in files.items() if name.startswith("hf/")}

@@ -1,4 +1,4 @@
-"""Log-probs of transformers' own model of a folder, a sequence at a time: the measure of the trainer's."""
+"""Log-probs of transformers' own model of a folder, one sequence at a time. The trainer's are compared with these."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from rlctl.models.meta_model import whole_class
 
 
 class OwnLogProbs(NamedTuple):
-    """Log-probs of every token given those before it, 0 at the first: float32 [T] a sequence."""
+    """Log-prob of every token given the tokens before it, 0 at the first: float32 [T] for each sequence."""
 
     # Computed in the given dtype.
     rows: list[NDArray[np.float32]]
-    # Computed in float32, with the weights that the dtype rounds.
+    # Computed in float32, with weights rounded to the given dtype.
     exact: list[NDArray[np.float32]]
 
 
@@ -27,10 +27,10 @@ def own_log_probs(
     dtype: str,
     keeps_float32: Callable[[str], bool],
 ) -> OwnLogProbs:
-    """Compute log-probs in a dtype and in float32.
+    """Compute log-probs in a dtype, and in float32 with rounded weights.
 
     keeps_float32: True for the name of a parameter or buffer that the trainer does not round. transformers itself
-    rounds fewer: a class that makes a parameter in float32 keeps it so (A_log of olmo_hybrid, 0.012 nats).
+    rounds fewer tensors: some classes keep a parameter in float32 (A_log of olmo_hybrid: 0.012 nats).
     """
     if dtype == "float32":
         lm = plain_model(folder, device)
@@ -38,7 +38,7 @@ def own_log_probs(
         return OwnLogProbs(exact, exact)
     lm = plain_model(folder, device, dtype)
     rows = [plain_log_probs(lm, sequence) for sequence in sequences]
-    # Two models at a time may not fit.
+    # Two models at the same time may not fit in memory.
     del lm
     lm = plain_model(folder, device)
     for name, tensor in lm.state_dict().items():
@@ -48,9 +48,9 @@ def own_log_probs(
 
 
 def plain_model(folder: str, device: str, dtype: str = "float32") -> Any:
-    """Return transformers' own model of a folder: its causal LM, or the whole around its text model.
+    """Return transformers' own model of a folder: its causal LM, or for a multimodal folder the whole model.
 
-    The causal LM of such a folder may lack a tied output, which the configuration of the whole states.
+    The causal LM of a multimodal folder may lack a tied output, because only the whole model's config says it is tied.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -70,7 +70,7 @@ def plain_logits(lm: Any, tokens: NDArray[np.int32]) -> torch.Tensor:
 
 
 def plain_log_probs(lm: Any, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return the log-probs of every token given those before it, 0 at the first."""
+    """Return the log-prob of every token given the tokens before it, 0 at the first, float32 [T]."""
     log_p = plain_logits(lm, tokens)[:-1].log_softmax(-1)
     chosen = log_p.gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
     return np.concatenate([np.zeros(1, np.float32), chosen.numpy()])
