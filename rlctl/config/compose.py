@@ -43,7 +43,9 @@ _NAMED_ENTRIES = {
 }
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
 # Sections that a run may lack -> the file of their defaults.
-OPTIONAL_SECTIONS = {"lora": "lora"}
+OPTIONAL_SECTIONS = {"lora": "lora", "teacher": "teacher", "grpo.loss.distillation": "distillation"}
+# Sections whose keys are free names -> the file of defaults of each entry.
+_ENTRIES = {"teachers": "teacher"}
 # Sections without further defaults that may be written as a bare name too.
 _NAME_SECTIONS = ("agent",)
 
@@ -83,10 +85,22 @@ def _add_defaults(root: ConfigNode) -> ConfigNode:
     recipe = node_at(root, _RECIPE_PATH)
     if recipe is not None and isinstance(recipe.value, dict):
         root = put(root, _RECIPE_PATH, _add_defaults(recipe))
+    root = _add_named_defaults(root)
     for key, kind in OPTIONAL_SECTIONS.items():
+        path = key.split(".")
+        section = node_at(root, path)
+        if section is not None and isinstance(section.value, dict):
+            root = put(root, path, merge(defaults_of(kind, ""), section))
+    for key, kind in _ENTRIES.items():
         section = node_at(root, [key])
         if section is not None and isinstance(section.value, dict):
-            root = put(root, [key], merge(defaults_of(kind, ""), section))
+            entries = {name: merge(defaults_of(kind, ""), child) for name, child in section.value.items()}
+            root = put(root, [key], ConfigNode(entries, section.origin))
+    return root
+
+
+def _add_named_defaults(root: ConfigNode) -> ConfigNode:
+    """Return the tree with the defaults by name of every section and entry of `NAMED`."""
     for key, kind in NAMED.items():
         path = key.split(".")
         section = node_at(root, path)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, Elsewhere, seconds, spec
+from rlctl.config.role_schema import DistillationSection
 
 
 @dataclass
@@ -134,6 +135,10 @@ class LossSection:
         gt=0,
     )
     entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
+    distillation: DistillationSection | None = spec(
+        "The term that distils from a teacher, beside the policy term. null has none. {} is the defaults of "
+        "distillation.yaml."
+    )
 
     @property
     def whole_rollouts(self) -> bool:
@@ -151,7 +156,7 @@ class GrpoSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
     num_prompts_per_step: int = spec("The prompts of a step.", ge=1, most=MOST_SEQUENCES)
     num_generations_per_prompt: int = spec(
-        "The rollouts of each prompt, which are its group.", ge=2, most=MOST_SEQUENCES
+        "The rollouts of each prompt, which are its group. 1 is for runs without rewards.", ge=1, most=MOST_SEQUENCES
     )
     updates_per_step: int = spec("The optimizer updates of a step, each on an equal share of its groups.", ge=1)
     dynamic_sampling: DynamicSamplingSection = spec("Groups that teach nothing, and others in their place.")

@@ -87,6 +87,12 @@ _PURPOSES: dict[str, dict[str, list[str]]] = {
         "trainer.optimizer": ["lr", "schedule"],
         "generation": ["max_new_tokens", "temperature"],
     },
+    "Distil from a teacher, or stay near a reference": {
+        "teacher": ["path", "lora", "place"],
+        "reference": ["path", "place"],
+        "grpo.loss": ["distillation", "kl_coef"],
+        _TOP_LEVEL: ["teachers", "teacher_key"],
+    },
     "Play several turns or an agent": {
         "environment": ["name", "max_turns", "history", "tool_format"],
         "agent": ["name", "command"],
@@ -215,7 +221,15 @@ def _tables_by_name(sections: list[type[Any]], kind: str) -> str:
 
 def _row_by_name(key: str, field: "Field[Any]", kind: str, name: str) -> str:
     default, file = _describe_default(key, defaults_of(kind, name), [key])
-    return f"| `{key}` | {_describe_type(field)} | {default} | {file} | {field.metadata['doc']} |\n"
+    row = f"| `{key}` | {_describe_type(field)} | {default} | {file} | {field.metadata['doc']} |\n"
+    optional = next((kind for section, kind in OPTIONAL_SECTIONS.items() if section.endswith(f".{key}")), None)
+    if optional is None:
+        return row
+    for section in sections_of(field.type):
+        for inner_key, inner_field in keys_of(section).items():
+            inner_row = _row_by_name(inner_key, inner_field, optional, "")
+            row += inner_row.replace(f"| `{inner_key}` |", f"| `{key}.{inner_key}` |", 1)
+    return row
 
 
 def _join_table(lines: list[str]) -> str:
@@ -250,8 +264,9 @@ def _find_default(key: str, root: ConfigNode) -> tuple[str, str]:
     names = key.split(".")
     if "N" in names:
         return _describe_default(key, defaults_of("reward", ""), names[-1:])
-    if names[0] in OPTIONAL_SECTIONS and names[1:]:
-        return _describe_default(key, defaults_of(OPTIONAL_SECTIONS[names[0]], ""), names[1:])
+    for section, kind in OPTIONAL_SECTIONS.items():
+        if key.startswith(f"{section}."):
+            return _describe_default(key, defaults_of(kind, ""), names[section.count(".") + 1 :])
     return _describe_default(key, root, names)
 
 
@@ -272,6 +287,8 @@ def _describe_type(field: "Field[Any]") -> str:
         return "section"
     if "whole" in field.metadata:
         return "name or file of a recipe, or null"
+    if sections_of(field.type):
+        return "section, or null"
     limits = describe_limits(field.metadata)
     if "most" in field.metadata:
         limits += f"{' and ' if limits else ''}at most {field.metadata['most']:,}"

@@ -14,6 +14,7 @@ from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import needs_answers
+from rlctl.config.role_schema import ReferenceSection, TeacherSection
 from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.config.trainer_schema import LoraSection, TrainerSection
 
@@ -161,7 +162,8 @@ class GrpoConfig:
     model: ModelSection = spec("The policy.")
     data: DataSection = spec("The prompts.")
     rewards: list[RewardSection] = spec(
-        "The rewards, summed by weight. One reward decides which answers are right (correct_at)."
+        "The rewards, summed by weight. One reward decides which answers are right (correct_at). [] is for a run that "
+        "learns from grpo.loss.distillation alone."
     )
     environment: EnvironmentSection = spec(
         "The other side of rollouts of several turns: a game, or tools. Its own reward is added to rewards, which may "
@@ -178,6 +180,15 @@ class GrpoConfig:
         "Its value, or rewards, score the rollout."
     )
     grpo: GrpoSection = spec("The algorithm.")
+    reference: ReferenceSection = spec("The model of the KL term.")
+    teacher: TeacherSection | None = spec(
+        "The model that the policy is distilled from (grpo.loss.distillation). null has none."
+    )
+    teachers: dict[str, TeacherSection] = spec(
+        "In place of teacher, several of them: NAME -> the keys of teacher. The column teacher_key of a row names its "
+        "teacher. {} has none."
+    )
+    teacher_key: str | None = spec("Only with teachers: the column of the data set's rows that names a row's teacher.")
     async_: AsyncSection = spec("Generation and training at the same time.")
     lora: LoraSection | None = spec(
         "Train low-rank adapters, and leave the model's own weights as they are. null trains every weight. {} is the "
