@@ -21,7 +21,7 @@ from rlctl.grpo.metrics import validation_metrics
 from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
-from rlctl.grpo.validation import Validation
+from rlctl.grpo.validation import Validation, find_unreached_accuracy
 from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
@@ -56,7 +56,6 @@ class GrpoLoop(Loop):
         # True if groups are trained as soon as they are scored, as parts of one update. This needs an asynchronous run
         # with one update in a step, no column to compute, and advantages that depend on one group only.
         self._streams = settled.streams_training and not self._columns
-        self._warned_of_budget = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
         self._buffer = RolloutBuffer(
             config,
@@ -100,14 +99,13 @@ class GrpoLoop(Loop):
         """Warn once if groups that teach nothing kept their place in a step, because its budget was used up."""
         rules = self._config.grpo.dynamic_sampling
         size = self._config.grpo.num_prompts_per_step
-        if rules.filter and rules.max_extra and step.not_replaced and not self._warned_of_budget:
-            self._warned_of_budget = True
+        if rules.filter and rules.max_extra and step.not_replaced:
             warning = (
                 f"step {self.done}: {step.not_replaced} of {size} groups teach nothing and are not replaced, for "
                 f"grpo.dynamic_sampling.max_extra={rules.max_extra:g} is used up; raise it, or choose prompts of "
                 "another difficulty; further steps are counted only (groups/missing)"
             )
-            self._parts.recorder.events.emit("warning", what=warning)
+            self._parts.recorder.warn_once("budget", warning)
 
     def _updates(self, step: GrpoStep) -> Iterator[Iterable[list[TrainingSample]]]:
         """Yield each update of the step as an iterable of its parts."""
@@ -188,6 +186,7 @@ class GrpoLoop(Loop):
             validation = Validation(self._config, parts.dispatcher, parts.runner, parts.score, parts.validation)
             groups = validation.groups(self.done)
             metrics |= validation_metrics(groups)
+        parts.recorder.warn_once("accuracy", find_unreached_accuracy(groups, self._config, self.done))
         parts.recorder.groups(
             self.done,
             "validation",

@@ -7,10 +7,12 @@ give equal numbers.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlctl.config.plugins import correctness
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
 from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.grpo.group_record import group_records, recorded_keys
+from rlctl.grpo.metric_rows import HELD_OUT_ACCURACY
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.runner import RolloutRunner
@@ -49,6 +51,26 @@ class Validation:
         return self.score(self.dispatcher.sample(self.runner, sampling, tasks, version, places.start))
 
 
+def find_unreached_accuracy(groups: Sequence[RolloutGroup], config: GrpoConfig, step: int) -> str | None:
+    """Return a warning if no held-out answer after `step` is right although their rewards differ, else None.
+
+    An environment whose rewards never reach 1 has an accuracy of 0 in all steps. The best checkpoint would then be
+    chosen by a metric that never changes.
+    """
+    scores = [score for group in groups for score in group.scores]
+    rewards = [score.value for score in scores if score.value is not None]
+    if not rewards or min(rewards) == max(rewards) or any(score.right for score in scores):
+        return None
+    _, least = correctness(config.rewards)
+    remedy = "set rewards.N.correct_at"
+    if config.checkpoint.metric == HELD_OUT_ACCURACY.name:
+        remedy += ", or choose the best checkpoint by another metric: checkpoint.metric=validation/reward"
+    return (
+        f"step {step}: no held-out answer is right, yet their rewards go from {min(rewards):g} to {max(rewards):g}: an "
+        f"answer is right if the reward that decides is at least {least:g}; if it never is by intent, {remedy}"
+    )
+
+
 @dataclass(frozen=True)
 class SampledValidation:
     """Validation of weights that another algorithm trains. Engines get these weights only for validations."""
@@ -69,6 +91,7 @@ class SampledValidation:
         groups = self.validation.groups(version)
         if self.pool.sleeps:
             self.pool.rest()
+        self.recorder.warn_once("accuracy", find_unreached_accuracy(groups, self.validation.config, version))
         self.recorder.groups(
             version,
             "validation",

@@ -79,6 +79,8 @@ class RunRecorder:
         self._declared = installed_rows()
         # Names of metrics that were looked up in `_declared` already.
         self._recorded = set[str]()
+        # Subjects of `warn_once`.
+        self._warned_subjects = set[str]()
         telemetry = config.telemetry
         self.metrics = metrics
         self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
@@ -117,6 +119,12 @@ class RunRecorder:
         """Add metrics that a user's environment, reward or loss declares, and rewrite the run's file of metric rows."""
         self._declared = MetricTable([*self._declared.rows, *rows])
         write_rows(self._metric_rows, self._declared.rows)
+
+    def warn_once(self, subject: str, warning: str | None) -> None:
+        """Emit the first warning about `subject`; later ones, and None, are dropped."""
+        if warning and subject not in self._warned_subjects:
+            self._warned_subjects.add(subject)
+            self.events.emit("warning", what=warning)
 
     def _tell_undeclared(self, metrics: Mapping[str, float]) -> None:
         """Warn once about each metric that is not declared."""
