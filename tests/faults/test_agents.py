@@ -44,17 +44,21 @@ ASYNCHRONOUS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", f
 
 
 def kill_an_agent(run: Run, moments: random.Random) -> None:
-    """Kill a command of the run, once there is one."""
-    agents: list[psutil.Process] = []
+    """Kill a command of the run, once there is one. An agent that ends before the blow is no victim: take the next."""
 
-    def has_come() -> bool:
+    def has_killed() -> bool:
         family = psutil.Process(run.process.pid).children(recursive=True)
         running = [process for process in family if process.is_running()]
-        agents[:] = [process for process in running if "agent.py" in command_of(process)]
-        return bool(agents)
+        agents = [process for process in running if "agent.py" in command_of(process)]
+        if not agents:
+            return False
+        try:
+            moments.choice(agents).kill()
+        except psutil.NoSuchProcess:
+            return False
+        return True
 
-    run.wait_for("an agent", has_come)
-    moments.choice(agents).kill()
+    run.wait_for("an agent to kill", has_killed)
 
 
 AGENT_BLOWS = (kill_an_agent, *BLOWS)
