@@ -1,7 +1,8 @@
-"""Linear layers with a low-rank adapter over frozen weights, computed and initialized as in PEFT.
+"""LoRA: linear layers with a low-rank adapter over frozen weights, computed and initialized as in PEFT.
 
-Adapters are float32. Their layers compute in the dtype that FSDP casts them to, in the same order as engines do.
-No layer here merges an adapter into its weights: `models/merge_adapter.py` writes a merged model from two folders.
+Adapter weights are float32. The layers compute in the dtype to which FSDP casts the weights, and in the same order of
+operations as engines. Nothing here merges an adapter into the frozen weights: `models/merge_adapter.py` writes a merged
+model from two folders.
 """
 
 import math
@@ -27,9 +28,9 @@ from rlctl.training.interface import MicroBatch
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer plus the product of two smaller ones.
+    """A frozen linear layer plus the product of two small trained matrices A and B.
 
-    Its own parameters keep their names. A is `lora_A.weight` [rank, inputs], B is `lora_B.weight` [outputs, rank].
+    The frozen parameters keep their names. A is `lora_A.weight` [rank, inputs], B is `lora_B.weight` [outputs, rank].
     """
 
     def __init__(self, base: nn.Linear, spec: AdapterSpec) -> None:
@@ -44,7 +45,7 @@ class LoraLinear(nn.Linear):
         self.adapts = True
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return y + ((x A^T) B^T) * scale. In training some of x are 0 for A alone, as `dropout` says."""
+        """Return W x + b + scale * B A x for each row x of `input`. Training applies dropout to A's input only."""
         output = F.linear(input, self.weight, self.bias)
         if not self.adapts:
             return output
@@ -55,9 +56,9 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(lm: Any, spec: AdapterSpec) -> None:
-    """Freeze every parameter of a causal LM on the meta device, and add adapters to the targets.
+    """Freeze every parameter of a causal LM, and replace the target layers of `spec` by `LoraLinear`.
 
-    Call it before `fully_shard`. The adapters are on the meta device too.
+    `lm` is on the meta device, and so are the new adapters. Must be called before `fully_shard`.
     """
     lm.requires_grad_(False)
     for target in spec.targets:
@@ -69,36 +70,38 @@ def add_adapters(lm: Any, spec: AdapterSpec) -> None:
 
 @dataclass(frozen=True)
 class FirstAdapters:
-    """Initial values of adapters: read from a folder, or drawn as in PEFT."""
+    """Initial values of adapters: read from a folder, or drawn at random as in PEFT."""
 
     spec: AdapterSpec
-    # PEFT folder with the values; None: they are drawn.
+    # PEFT folder to read the values from; None to draw them.
     folder: Path | None
+    # Seed of drawn values.
     seed: int
 
     def value(self, name: str, shape: torch.Size) -> Tensor:
-        """Return a whole tensor, float32. Drawn: A is uniform within 1 / sqrt(inputs), B is 0.
+        """Return the initial value of one whole tensor, float32.
 
-        A depends on the seed and its name alone, so that every rank draws the same.
+        A drawn A is uniform in +-1 / sqrt(inputs), and B is 0. A's values depend only on the seed and on `name`, so
+        that all ranks draw equal values.
         """
         if self.folder:
             return AdapterFile(self.folder).tensor(name)
         drawn = torch.zeros(shape)
         if name.endswith(LORA_A):
-            # torch's generator takes 32 bits of a seed.
+            # torch's generator uses only 32 bits of a seed.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         return drawn
 
     def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
-        """Fill `target`, a whole A or B, as its row is named."""
+        """Fill `target`, a whole A or B matrix, with its initial value. rows: the matrix's one row in the table."""
         for row in rows:
             target.copy_(self.value(row.name, target.shape))
 
 
 @contextmanager
 def without_adapters(lm: nn.Module) -> Iterator[None]:
-    """Have the layers compute with the frozen weights alone within the block."""
+    """Switch all adapters off within the block: layers compute with the frozen weights alone."""
     layers = [module for module in lm.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.adapts = False
@@ -121,12 +124,14 @@ def needs_attention(micro_batches: Iterable[MicroBatch]) -> bool:
 def require_moved(
     sent: Iterable[TensorRow], shards: Callable[[], list[Shard]], lr: float, attends: bool
 ) -> Iterator[bool]:
-    """Raise RuntimeError on all ranks if the optimizer step within the block leaves a B matrix unchanged; name that B.
+    """Check that the optimizer step within the block changes every B matrix. All ranks call together.
 
-    Yields True if the step is checked. It is not checked without adapters, at a learning rate of 0, or if no rank's
-    samples need attention. Only the first checked step must change every B: later changes may round to zero.
-    sent: rows that refits send. shards: returns this rank's parts, as a refit reads them. attends: `needs_attention` of
-    this rank's samples.
+    Raises RuntimeError on all ranks, naming a B that did not change. Yields True if the step is checked. A step is not
+    checked without adapters, at learning rate 0, or if no rank's samples need attention. A caller should check only one
+    step, because later changes may round to zero.
+
+    sent: rows of the tensors that refits send. shards: returns this rank's shards of these tensors. attends:
+    `needs_attention` of this rank's samples.
     """
     names = []
     if lr:
@@ -154,7 +159,7 @@ def require_moved(
 
 
 def _sum_bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> dict[str, int]:
-    """Return the sum of each tensor's bits, over this rank's parts."""
+    """Return for each named tensor the sum of its float32 values read as int32, over this rank's shards."""
     sums = dict.fromkeys(names, 0)
     for shard in shards():
         if shard.name in sums:
@@ -164,31 +169,32 @@ def _sum_bits(names: Sequence[str], shards: Callable[[], list[Shard]]) -> dict[s
 
 @dataclass(frozen=True)
 class Base:
-    """The base model of adapters, as their export describes it."""
+    """Facts about the base model that an exported adapter folder contains."""
 
-    # Name in adapter_config.json: a folder, or a hub name.
+    # Name of the base model in adapter_config.json: a folder, or a hub name.
     name: str
     # `digest_of_weights` of the base model's folder.
     digest: str
+    # Linear layers of the base model.
     linears: tuple[LinearLayer, ...]
-    # Beginnings of the text model's names, from `meta_model.text_in_whole`.
+    # Prefixes of module names in the text model and in the whole model, from `meta_model.text_in_whole`.
     place: tuple[str, str]
 
 
 @dataclass(frozen=True)
 class AdapterJob:
-    """Export of a checkpoint with adapters: a PEFT folder, which rank 0 writes."""
+    """Writes a checkpoint's adapters as a PEFT folder. Rank 0 writes everything."""
 
     folder: Path
     spec: AdapterSpec
     base: Base
-    # Further files of the base model to copy; None on ranks other than 0.
+    # Files of the base model to copy, such as the tokenizer; None on ranks other than 0.
     companions: Companions | None
-    # Name in memory -> whole tensor; empty on ranks other than 0.
+    # Parameter name in memory -> whole tensor; empty on ranks other than 0.
     tensors: dict[str, Tensor]
 
     def write(self) -> int:
-        """Write the folder; return 0, since no file is written by several ranks. Raises OSError."""
+        """Write the folder. Return 0 as the checksum, because no file is written by several ranks. Raises OSError."""
         if self.companions:
             rows = {row.name: row for row in self.spec.tensors}
             write_adapter(

@@ -1,10 +1,10 @@
-"""Training samples, and the plan that assigns each sample to a rank and a micro-batch. No torch.
+"""Training samples, and the plan that assigns each sample to a rank and a micro-batch. This module needs no torch.
 
 A micro-batch is a pack: its sequences are concatenated. For a model that cannot be packed, a micro-batch has one row
 for each sequence, padded to the longest, and computes (number of rows) x (longest length) tokens.
 
-Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. Ranks that train the same
-sequences count as one rank here.
+Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. In this module "rank"
+means a data shard: ranks that train on the same sequences count as one rank.
 """
 
 import heapq
@@ -61,7 +61,7 @@ class PackingStats:
 
 
 def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int, padded: bool = False) -> PackingStats:
-    """Measure `plan_micro_batches` on the lengths of each step's sequences."""
+    """Return statistics of the micro-batches planned for some steps. batches: for each step its sequences' lengths."""
     steps = tokens = room = busiest = computed = 0
     for lengths in batches:
         plan = plan_micro_batches(lengths, ranks, max_tokens, padded)
@@ -105,7 +105,9 @@ def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
 def plan_whole_rollouts(
     lengths: list[int], rollouts: NDArray[np.int64], ranks: int, max_tokens: int, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Return `plan_micro_batches` with all rows of a rollout in one micro-batch. rollouts: see `rollout_index`.
+    """Return a plan like that of `plan_micro_batches`, with all rows of a rollout in the same micro-batch.
+
+    lengths: number of tokens of each row. rollouts: index of each row's rollout, from `rollout_index`.
 
     Raises ValueError for a rollout whose rows have more than `max_tokens` tokens together, padding included.
     """
@@ -147,7 +149,7 @@ class _Item:
 
     rows: int
     longest: int
-    # Number of tokens that a pass computes, including padding.
+    # Number of tokens that a pass over the item computes, including padding.
     tokens: int
 
     @classmethod
@@ -182,7 +184,10 @@ def _plan_items(items: list[_Item], ranks: int, max_tokens: int, padded: bool) -
 
 
 def _fit_items(share: list[int], items: list[_Item], max_tokens: int, padded: bool) -> list[list[int]]:
-    """Put each item of `share`, longest first, into the first micro-batch with room; indices ascend within one."""
+    """Put each item of `share`, longest first, into the first micro-batch that has room for it.
+
+    Return the micro-batches, each a list of indices into `items` in ascending order.
+    """
     batches: list[list[int]] = []
     free_tokens: list[int] = []
     for index in share:

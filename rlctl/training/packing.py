@@ -1,4 +1,4 @@
-"""One micro-batch as flat tensors of concatenated sequences without padding; torch.compile for packs of every size.
+"""Packs: the sequences of a micro-batch, concatenated to flat tensors without padding. Also torch.compile for packs.
 
 `micro_batching.py` assigns sequences to micro-batches.
 """
@@ -15,36 +15,42 @@ from rlctl.preflight.declared_columns import COLUMNS
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
-# Two tokens, because torch.compile treats a size of 1 as a constant, and would compile everything again.
+# Content of an empty micro-batch. It has two tokens, because torch.compile treats a size of 1 as a constant, and would
+# compile everything again.
 _MASKED_PAIR = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """T tokens of S sequences of R rollouts, on the device."""
+    """A pack on the device: T tokens of S sequences, which belong to R rollouts."""
 
-    # int64 [T]: ids, positions within their sequence, index of the sequence.
+    # int64 [T]: token ids.
     tokens: Tensor
+    # int64 [T]: position of each token in its sequence, from 0.
     positions: Tensor
+    # int64 [T]: index of each token's sequence.
     sequence: Tensor
-    # int64 [T]: index of the rollout; `sequence` itself where each rollout has one row. R.
+    # int64 [T]: index of each token's rollout. The same tensor as `sequence` if each rollout is one sequence.
     rollout: Tensor
+    # R.
     num_rollouts: int
-    # bool [T]: false at each sequence's first token.
+    # bool [T]: true at the tokens to train on, false at each sequence's first token.
     mask: Tensor
     # Name -> [T, *shape].
     columns: dict[str, Tensor]
-    # int32 [S + 1]: where each sequence begins, and the end.
+    # int32 [S + 1]: row of the pack at which each sequence begins, then T.
     cu_seqlens: Tensor
-    # Tokens of the longest sequence, and of each; on the host.
+    # Number of tokens of the longest sequence.
     max_len: int
+    # Number of tokens of each sequence.
     lengths: tuple[int, ...]
 
 
 def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
-    """Pack the sequences in their order. An empty micro-batch becomes two masked tokens, so that collectives run.
+    """Concatenate the sequences of a micro-batch, in their order, on `device`.
 
-    Raises ValueError for an empty sequence, or if sequences differ in the names of their columns.
+    An empty micro-batch becomes a pack of two masked tokens, so that its rank joins the collectives of a pass. Raises
+    ValueError for an empty sequence, or if sequences differ in the names of their columns.
     """
     micro_batch = micro_batch or [_MASKED_PAIR]
     lengths = np.array([len(sample) for sample in micro_batch])
@@ -80,7 +86,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
 
 
 def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatch:
-    """Return the input of a loss for a pack. log_probs, entropy: float32 [T]."""
+    """Return the input of a loss for a pack. log_probs, entropy: float32 [T], the policy's at each token."""
     return TokenBatch(
         log_probs=log_probs,
         entropy=entropy,
@@ -93,27 +99,28 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
     )
 
 
-# Graphs that one function may have. Norms of hidden states and of heads, with and without gradient, recomputed or not,
-# had 11 (Qwen3 under Megatron, torch 2.13). Beyond torch's own limit of 8 the rest would silently run uncompiled.
+# Largest number of graphs that torch may compile for one function. A norm needed 11: for hidden states and for heads,
+# with and without gradient, recomputed or not (Qwen3 under Megatron, torch 2.13). Beyond torch's default of 8 the
+# function would silently run uncompiled.
 _VARIANTS = 64
 
 
 def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile without a graph for each new number of tokens or sequences: few graphs take arguments of every size."""
+    """Return `function`, compiled with dynamic sizes: a pack with another number of tokens needs no new graph."""
     from torch._dynamo import config
     from torch._inductor import config as inductor
 
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
-    # Floats, such as a norm's epsilon, are constants. As inputs some need a kernel for the host, which a C++ compiler
-    # builds in minutes (gpt_oss, torch 2.11).
+    # Treat floats, such as a norm's epsilon, as constants. As inputs, some floats need a kernel on the host, and a C++
+    # compiler takes minutes to build it (gpt_oss, torch 2.11).
     config.specialize_float = True
-    # Without the fusion of a norm's two reductions. Inductor chooses it by the number of tokens, and compiles again for
-    # packs below 4096 tokens and below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py; pytorch
-    # pull request 171941).
+    # Switch off the fusion of a norm's two reductions. Inductor decides on it by the size of the pack, and compiles
+    # again, 10 s each, for packs below 4096 tokens and below 5 Mi elements (MixOrderReduction in
+    # inductor/scheduler.py; pytorch pull request 171941).
     options: dict[str, Any] = {}
     if hasattr(inductor.triton, "mix_order_reduction"):
         options["triton.mix_order_reduction"] = False
-    # Static graphs may have padded strides. Inductor wrote queries without padding and read them with it: the last 3 of
-    # 63 tokens were garbage (qwen3_moe, heads of 32, torch 2.11).
+    # Switch off padded strides, because of a bug: Inductor wrote queries without padding and read them with padding.
+    # The last 3 of 63 tokens were garbage (qwen3_moe, head size 32, torch 2.11).
     options["comprehensive_padding"] = False
     return torch.compile(function, dynamic=True, options=options)

@@ -1,4 +1,4 @@
-"""Profiles of some updates: for each rank, a Chrome trace and a table of the most expensive operations."""
+"""Profiles some updates of each rank: writes a Chrome trace and a table of the most expensive operations."""
 
 import gzip
 import json
@@ -15,8 +15,9 @@ _ROWS = 25
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """Updates to profile, counted from 1 at the start of the process, and the folder for the results."""
+    """Profile the updates `first` to `last`, counted from 1 at the start of the process."""
 
+    # Folder for the results.
     folder: str
     first: int
     last: int
@@ -24,31 +25,34 @@ class ProfileSpec:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one kind of operation."""
+    """Time that all calls of one operation took."""
 
+    # Name of the operation in torch's profiler, for example aten::mm.
     name: str
-    # Seconds on the device, without the operations that it calls.
+    # Seconds of its own kernels on the device, or on a CPU; operations that it calls are not counted.
     seconds: float
-    # Share of all operations' seconds.
+    # Seconds of this operation / seconds of all operations.
     share: float
+    # Number of calls.
     calls: int
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """The result of a profile."""
+    """Result of a profile of one rank, written as JSON."""
 
+    # Numbers of the profiled updates, from 1.
     updates: list[int]
-    # Seconds.
+    # Wall time of the profile in seconds.
     wall: float
     # Share of the wall time in which the device worked.
     busy: float
-    # Most expensive first.
+    # The most expensive operations, in descending order.
     costs: list[Cost]
 
 
 class Profiler:
-    """Counts the updates of a rank and profiles those of the spec; does nothing without a spec."""
+    """Counts a rank's updates and profiles those that `spec` names. Without a spec it does nothing."""
 
     def __init__(self, spec: ProfileSpec | None, rank: int) -> None:
         self._spec = spec
@@ -59,7 +63,10 @@ class Profiler:
 
     @contextmanager
     def update(self, ends: bool = True) -> Iterator[None]:
-        """Surround an update, or one of its parts; the last part `ends` the update. Time between parts counts."""
+        """Return a context manager to put around an update or a part of an update. ends: True for the last part.
+
+        The profile also covers the time between parts.
+        """
         if self._spec and self._updates + 1 == self._spec.first and self._profile is None:
             self._begin_profile()
         yield
@@ -96,7 +103,7 @@ class Profiler:
         draft = folder / f".partial-trainer-{self._rank}"
         uncompressed_trace = folder / f".partial-trainer-{self._rank}.json"
         profile.export_chrome_trace(str(uncompressed_trace))
-        # Compressed here at level 1, because torch compresses at the highest level: minutes for a large model.
+        # Compress at level 1 here. torch would compress at the highest level, which takes minutes for a large model.
         with uncompressed_trace.open("rb") as source, gzip.open(draft, "wb", compresslevel=1) as target:
             shutil.copyfileobj(source, target)
         uncompressed_trace.unlink()
@@ -106,14 +113,14 @@ class Profiler:
 
 
 def _is_device_work(event: Any) -> bool:
-    """Return true for work of the device, false for a label on a span of such work."""
+    """Return True for an event that is work on the device, False for a label that spans several such events."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
 
 
 def covered_time(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length that the spans cover together: streams work at the same time."""
+    """Return the length of the union of spans (start, end), which overlap if several streams work at the same time."""
     covered = 0.0
     reached = float("-inf")
     for start, end in sorted(spans):
@@ -123,7 +130,10 @@ def covered_time(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _rank_operations(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
-    """Rank operations by the time of a call's own kernels; without a device, by CPU time without its children."""
+    """Return the profile with the operations sorted by the device time of the kernels that they launch themselves.
+
+    Without a device, operations are sorted by their CPU time, excluding operations that they call. wall, busy: seconds.
+    """
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     operations = [event for event in averages if event.device_type == DeviceType.CPU]

@@ -1,7 +1,8 @@
-"""One rank's part of a checkpoint: copied to host memory, then written by a thread while the next step trains.
+"""Saves one rank's part of a checkpoint: copies it to host memory, then a thread writes it while the next step trains.
 
-No rank waits for another: each writes one file of its state, and its byte ranges of the Hugging Face folder. Digests
-are computed where the bytes are. The driver asks every rank for its part (`trainer_save.py`).
+No rank waits for another. Each rank writes one file with its training state, and its byte ranges of the exported
+Hugging Face folder. The rank that has the bytes also computes their digests. The driver calls all ranks
+(`trainer_save.py`).
 """
 
 import json
@@ -29,25 +30,28 @@ from rlctl.utils.device_stream import DeviceStream
 from rlctl.utils.digests import StreamDigest, count_pieces, piece_digest
 
 R = TypeVar("R")
-# Bytes: each copy begins at a multiple of this.
+# Each copy begins at a multiple of this many bytes.
 _ALIGNED = 512
 # Share of the free host memory that copies may take.
 _MOST_OF_FREE = 0.8
-# Bytes, at least, whose pages are locked at a time: a step's own calls of CUDA wait no longer than for these.
+# Fewest bytes that one call page-locks. A training step's CUDA calls wait while such a call runs, so it must be short.
 _LOCKED = 256 << 20
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The part `tensor` of a whole tensor of `shape`, from `start` on."""
+    """A rectangular part of a larger tensor."""
 
+    # Shape of the whole tensor.
     shape: tuple[int, ...]
+    # Index in the whole tensor at which the part begins.
     start: tuple[int, ...]
+    # The part's values.
     tensor: Tensor
 
     @classmethod
     def from_whole(cls, tensor: Tensor) -> "TensorShard":
-        """Return all of a tensor as its shard."""
+        """Return the shard that consists of a whole tensor."""
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
@@ -57,21 +61,21 @@ Copies = Literal["nothing", "state", "state and export"]
 
 @dataclass(frozen=True)
 class SaveBegun:
-    """A rank's answer to `RankSave.begin`: training may go on, or has to wait."""
+    """A rank's answer to `RankSave.begin`: size of its state, and if training must wait for the end of writing."""
 
-    # Bytes that this rank writes, its export left out.
+    # Bytes of training state that this rank writes, without the export.
     nbytes: int
-    # Reason why the state was not copied, so that it must not change before it is written; empty if it was.
+    # Reason why the state was not copied, so that training must wait until it is written. Empty if it was copied.
     wait_cause: str
 
 
 @dataclass(frozen=True)
 class FilesWritten:
-    """Files of one rank that are on the disk."""
+    """A rank's answer once its part of the checkpoint is on disk."""
 
-    # Path -> (bytes, digest), of files that this rank wrote alone.
+    # Path -> (size in bytes, digest) of the files that only this rank wrote.
     files: dict[str, tuple[int, str]]
-    # Sum of the bytes that it wrote into the weights of the export.
+    # Checksum: sum of all bytes that this rank wrote into the export's weight files.
     export_sum: int
     # Seconds that writing took.
     seconds: float
@@ -79,40 +83,41 @@ class FilesWritten:
 
 @dataclass(frozen=True)
 class PiecesRead:
-    """A rank's share of the pieces of the export's weights, as they are on the disk."""
+    """Digests of the pieces of the export's weight files that one rank read back from disk."""
 
-    # Path -> number of the piece -> its SHA-256.
+    # Path -> index of the piece in the file -> SHA-256 of the piece.
     pieces: dict[str, dict[int, bytes]]
-    # Sum of their bytes.
+    # Checksum: sum of all bytes of these pieces.
     read_sum: int
 
 
 class StateCopies:
-    """Host copies of a rank's state in one buffer, made once and kept; page-locked for a GPU's state.
+    """Copies of a rank's state in one buffer of host memory, which all saves reuse. For a GPU it is page-locked.
 
-    The memory is taken by a thread while steps run: 3.6 GB stopped training for 13.8 s on a busy machine.
+    A thread allocates the buffer while steps run. Allocating 3.6 GB between steps stopped training for 13.8 s on a busy
+    machine.
     """
 
     def __init__(self, device: torch.device, ranks_here: int) -> None:
-        """ranks_here: ranks that share the host's memory, at most."""
+        """ranks_here: largest number of ranks that share this host's memory."""
         self._device = device
         self._ranks_here = ranks_here
-        # Sizes of the tensors that the buffer has a place for.
+        # Bytes of each tensor that the buffer has room for, in order.
         self._sizes: list[int] = []
         self._buffer: Future[Tensor] | None = None
-        # Each unlocks a part of the buffer, and keeps that part alive until then.
+        # Each function unlocks one part of the buffer, and keeps that part alive until it is called.
         self._unlocks: list[Callable[[], object]] = []
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Begin to take the memory for tensors of these bytes, in their order. Earlier memory is free again."""
+        """Start a thread that allocates the buffer for tensors of these sizes in bytes. Frees the buffer before."""
         self._unlock_parts()
-        # Earlier memory is given up before the thread asks for the free memory.
+        # The old buffer must be freed before the thread reads how much memory is free.
         self._buffer = None
         self._sizes = list(sizes)
         self._buffer = _start_thread(lambda: self._make_buffer(sizes))
 
     def take(self, shards: Mapping[int, TensorShard]) -> dict[int, TensorShard]:
-        """Return copies, under the same keys. Raises RuntimeError where the host's memory is too small."""
+        """Return host copies of the shards, under the same keys. Raises RuntimeError if the host lacks memory."""
         sizes = [shard.tensor.nbytes for shard in shards.values()]
         if self._buffer is None or self._buffer.exception() or sizes != self._sizes:
             self.prepare(sizes)
@@ -130,7 +135,10 @@ class StateCopies:
         return copies
 
     def _make_buffer(self, sizes: Sequence[int]) -> Tensor:
-        """Return memory that is there, not only promised. Raises RuntimeError if the host has too little."""
+        """Allocate the buffer and write to it, so that the memory is really there.
+
+        Raises RuntimeError if the host has too little free memory.
+        """
         buffer_size = sum(map(_align_size, sizes))
         free = psutil.virtual_memory().available
         size_of_all_ranks = buffer_size * self._ranks_here
@@ -147,8 +155,8 @@ class StateCopies:
         except RuntimeError as error:
             refusal = str(error)
         if refusal:
-            # A later save asks again. The future would keep the first error, whose frames keep the memory: raise a new
-            # one.
+            # Raise a new error. The future keeps its error, and the frames of the first one would keep the buffer
+            # alive, while a later save allocates again.
             self._unlock_parts()
             del buffer
             raise RuntimeError(refusal)
@@ -173,7 +181,10 @@ def _align_size(size: int) -> int:
 
 
 def locked_parts(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each part that is locked at a time. No tensor is in two: no copy may cross parts."""
+    """Yield (begin, end) in bytes of each part of the buffer that one call locks.
+
+    Each tensor lies in one part, because a copy must not cross the boundary of two locked parts.
+    """
     begin = end = 0
     for size in sizes:
         end += _align_size(size)
@@ -185,38 +196,38 @@ def locked_parts(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def shards_by_id(state: Shards, weights: Shards) -> dict[int, TensorShard]:
-    """Return the shards of both by their identity: most weights are in both, and each is copied once."""
+    """Return the shards of both mappings by `id`. Most weights are in both, and each must be copied only once."""
     return {id(shard): shard for shard in chain(state.values(), weights.values())}
 
 
 class ExportJob(Protocol):
-    """One rank's part of a folder that is a checkpoint's export."""
+    """Writes one rank's part of an exported folder: a Hugging Face model or a PEFT adapter."""
 
     @property
     def folder(self) -> Path: ...
 
     def write(self) -> int:
-        """Write this rank's part; return the sum of its bytes in `folder_files`. Raises OSError."""
+        """Write this rank's part. Return the checksum of the weights, see `FilesWritten.export_sum`. Raises OSError."""
 
 
 @dataclass(frozen=True)
 class WeightsJob:
-    """One rank's part of a Hugging Face folder that ranks write together."""
+    """Writes one rank's part of a Hugging Face folder that all ranks write together."""
 
     folder: Path
-    # The other files, which rank 0 writes; None on other ranks.
+    # Files besides weights, such as the tokenizer. Rank 0 writes these files; None on other ranks.
     companions: Companions | None
-    # Files of the trained model, open, for tensors without a parameter; None where there are none.
+    # Open weight files of the initial model, to copy tensors that are no parameter; None if there are no such tensors.
     source: WeightFiles | None
     layout: Layout
     table: ParameterTable
-    # Weights that this rank writes, by their names in memory.
+    # Parameter name in memory -> the shard that this rank writes.
     weights: Shards
     rank: int
     world: int
 
     def write(self) -> int:
-        """Write this rank's boxes, and rank 0's other files; return the sum of the bytes of weights."""
+        """Write this rank's shards and copied tensors, and on rank 0 the other files. Return the weights' checksum."""
         with FolderWriter(self.folder, self.layout) as writer:
             if self.companions:
                 writer.write_headers()
@@ -233,10 +244,13 @@ class WeightsJob:
 
 
 class RankSave:
-    """The save of one rank: begun between two steps, written by a thread, asked about from any thread."""
+    """Saves one rank's part of each checkpoint, one save at a time.
+
+    A save begins between two steps, and a thread writes it. Any thread may call the `wait_for_` methods.
+    """
 
     def __init__(self, rank: int, world: int, device: torch.device, copies: Copies) -> None:
-        """copies: parts of which a copy is expected."""
+        """copies: parts that later saves will copy, so that `prepare` can allocate memory for the copies."""
         self._rank = rank
         self._world = world
         self._expected = copies
@@ -252,7 +266,7 @@ class RankSave:
         return self._expected != "nothing"
 
     def prepare(self, state: Shards, weights: Shards) -> None:
-        """Begin to take the memory that copies of the state, and of an export's weights, will need."""
+        """Start to allocate host memory for the expected copies of the state and of an export's weights."""
         shards = shards_by_id(state, weights if self._expected == "state and export" else {})
         self._copies.prepare([shard.tensor.nbytes for shard in shards.values()])
         self._expected = "nothing"
@@ -266,10 +280,10 @@ class RankSave:
         export: Callable[[Shards], ExportJob] | None,
         copied: bool,
     ) -> SaveBegun:
-        """Write this rank's file, and its part of the export, on a thread from now on.
+        """Start a thread that writes this rank's state file and its part of the export, after the save before ended.
 
-        The RNG state is the one of this moment. weights: those of the export. copied: copy `state` and `weights` first.
-        Waits for the end of the save before.
+        The saved RNG state is the current one. weights: shards for the export. copied: True to copy `state` and
+        `weights` first, so that training may change them while the thread writes.
         """
         self.settle()
         wait_cause = ""
@@ -290,19 +304,20 @@ class RankSave:
         return SaveBegun(sum(shard.tensor.nbytes for shard in shards.values()), wait_cause)
 
     def settle(self) -> None:
-        """Wait until no thread writes, however it ended."""
+        """Wait until no thread writes. A failed save raises nothing here."""
         if self._written:
             self._written.exception()
 
     def wait_for_files(self, wait_s: float | None) -> FilesWritten | None:
-        """Return the files once they are on the disk, None if they are not after `wait_s` seconds. Raises OSError."""
+        """Return the written files once they are on disk, or None after `wait_s` seconds without. Raises OSError."""
         assert self._written
         return _result_within(self._written, wait_s)
 
     def wait_for_pieces(self, wait_s: float | None) -> PiecesRead | None:
-        """Read this rank's share of the export's pieces from the first call on; return the digests.
+        """Return the digests of this rank's share of the export's pieces; None if not known after `wait_s` seconds.
 
-        Every rank must have written by then. Raises OSError.
+        The first call starts a thread that reads the pieces from disk. It may come only after all ranks have written
+        their files. Raises OSError.
         """
         if self._pieces is None:
             self._pieces = _start_thread(self._read_pieces)
@@ -336,7 +351,10 @@ class RankSave:
 
 
 def lay_out_shards(shards: Shards) -> FileLayout:
-    """Return the layout of a file of shards. torch's reader finds the begin of each in the header."""
+    """Return the layout of a safetensors file of shards. The header says where each shard starts in its whole tensor.
+
+    The header's format is that of torch's distributed checkpoint (DCP), whose reader loads the file.
+    """
     tensors = []
     for name, shard in shards.items():
         tensors.append((name, tuple(shard.tensor.shape), str(shard.tensor.dtype).removeprefix("torch.")))
@@ -345,13 +363,13 @@ def lay_out_shards(shards: Shards) -> FileLayout:
 
 
 def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
-    """Write one rank's state; return its bytes and digest. Raises OSError with the file's name."""
+    """Write one rank's state file. Return its size in bytes and its digest. Raises OSError with the file's name."""
     layout = lay_out_shards(shards)
     digest = StreamDigest()
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            # One tensor at a time leaves the device.
+            # A generator, so that only one tensor at a time is copied to the host.
             tensors = (bytes_of(shards[name].tensor.cpu()) for name in layout.places)
             for unwritten in chain((memoryview(layout.header),), tensors):
                 digest.update(unwritten)
@@ -366,7 +384,7 @@ def _write_shards(file: Path, shards: Shards) -> tuple[int, str]:
 
 
 def _start_thread(work: Callable[[], R]) -> "Future[R]":
-    """Start `work` on a thread that does not keep the process alive; return the future of its result."""
+    """Start `work` on a daemon thread and return the future of its result."""
     future: Future[R] = Future()
 
     def run() -> None:
@@ -383,5 +401,5 @@ def _result_within(future: "Future[R]", wait_s: float | None) -> R | None:
     try:
         return future.result(wait_s)
     except NotYet:
-        # The work may have ended just now, or raised a TimeoutError itself, as a network's disk does.
+        # The future may have finished just now. Or the work itself raised a TimeoutError, as a network disk can.
         return future.result() if future.done() else None

@@ -1,7 +1,7 @@
-"""Checkpoints of tensors that ranks hold parts of, as safetensors in the form of torch DCP: nothing is pickled.
+"""Loads checkpoints of sharded tensors: safetensors files in the format of torch's distributed checkpoint (DCP).
 
-`rank_checkpoint.py` writes them: every rank its boxes, into one file. Any number of ranks, on any layout, each reads
-its own boxes.
+In `rank_checkpoint.py` every rank writes its shards into one file. Any number of ranks with any sharding can load a
+checkpoint: each rank reads only the shards that it needs. Nothing is pickled.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,10 @@ from rlctl.training.rank_checkpoint import TensorShard
 
 
 def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
-    """Fill every shard in place; all ranks together. Raises OSError with the first rank's reason."""
+    """Fill every shard in place from the checkpoint in `folder`. All ranks call together.
+
+    shards: tensor name -> shard to fill. Raises OSError on all ranks, with the reason of one rank that failed.
+    """
     state: dict[str, Any] = {name: shard.tensor for name, shard in shards.items()}
     try:
         dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_ShardPlanner(shards))
@@ -33,10 +36,10 @@ def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
 
 
 def load_progress(folder: Path) -> int:
-    """Set this rank's RNG state, and return the number of updates.
+    """Set this rank's RNG state from the checkpoint, and return the number of updates made before it was saved.
 
-    A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if `folder`
-    holds no state.
+    A rank that did not exist at the time of saving takes rank 0's RNG state. Raises FileNotFoundError if `folder` holds
+    no state.
     """
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} holds no trainer state")
@@ -52,7 +55,7 @@ def load_progress(folder: Path) -> int:
 
 
 class _ShardPlanner(DefaultLoadPlanner):
-    """Plans to read into each shard its part of the whole tensor."""
+    """DCP load planner that reads into each shard its part of the whole tensor."""
 
     def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The trainer group: takes whole batches from the loops, splits them over the ranks, and returns results."""
+"""The trainer group on the driver: splits each batch over the ranks, calls the ranks and joins their results."""
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
@@ -33,26 +33,27 @@ R = TypeVar("R")
 Timed = Callable[[], AbstractContextManager[None]]
 NOTHING_NEEDED = LossNeeds()
 NO_COLUMNS: Mapping[str, Role] = MappingProxyType({})
-# Why an update makes no optimizer step.
+# Reasons why an update made no optimizer step (`Update.skip_cause`).
 NO_TOKEN = "it has no token to train on"
 NO_GRADIENT = "its gradient is exactly 0"
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch, split into the shares of the ranks."""
+    """A batch of samples, split over the ranks."""
 
-    # Every rank's share.
+    # Share of each rank, by rank.
     shares: list[RankBatch]
+    # Numbers of tokens, sequences and rollouts in the whole batch.
     totals: Totals
-    # Lengths of all sequences. A sequence counts once, even if several ranks get it.
+    # Number of tokens of each sequence of the batch, in the order given.
     lengths: list[int]
     # Number of padding tokens, for a model that cannot be packed; None for packs.
     padding: int | None = None
 
 
 class Update:
-    """One open optimizer update, see `TrainerGroup.update`."""
+    """One open optimizer update, to which samples are added. Made by `TrainerGroup.update`."""
 
     def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
         self._trainer = trainer
@@ -62,25 +63,25 @@ class Update:
         self._totals = Totals(0, 0, 0)
         self._tokens = 0
         self._padding = 0
-        # The last part, if it was not sent to the ranks yet; else None.
+        # The last part, until it is sent to the ranks.
         self._unsent: PreparedBatch | None = None
-        # Number of parts with samples.
+        # Number of parts so far, without those that had no samples.
         self.parts = 0
-        # True if any part was sent to the ranks.
+        # True once a part was sent to the ranks.
         self._has_sent = False
-        # Metrics of the finished update: the loss's, train/grad_norm and train/lr. Empty if no token was accumulated
-        # that counts.
+        # Metrics of the finished update: metrics of the loss, train/grad_norm and train/lr. Empty if no sample had a
+        # token to train on.
         self.metrics: dict[str, float] = {}
 
     @property
     def skip_cause(self) -> str:
-        """Cause why no optimizer step was made; empty if one was made."""
+        """Reason why the finished update made no optimizer step; empty if it made one."""
         if not self.metrics:
             return NO_TOKEN
         return "" if self.metrics[GRAD_NORM.name] else NO_GRADIENT
 
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
-        """Add the gradients of some samples. May be called any number of times."""
+        """Add some samples, as one part of the update. May be called any number of times."""
         with self._timed():
             batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples, self._loss.needs)
             if not batch.totals.sequences:
@@ -112,39 +113,40 @@ class Update:
         except WorkerError as error:
             if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
                 raise
-            # Raise the longest text: only the rank that holds a bad gradient can name it.
+            # Raise the longest message, because only a rank that holds a gradient that is not finite can name it.
             raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
         if self.metrics and self._trainer.padded:
             self.metrics["train/padding"] = self._padding / (self._tokens + self._padding)
 
     def _discard(self, error: Exception) -> None:
-        # Dead or hanging ranks would not answer.
+        # Ranks that died or hang would not answer the call.
         if self._has_sent and not isinstance(error, WorkerDied | WorkerTimeout):
             with suppress(WorkerError, WorkerDied, WorkerTimeout):
                 self._trainer.group.call(TrainerWorker.discard)
 
 
 class TrainerGroup:
-    """Splits batches over a group's data shards, in micro-batches of at most `micro_batch_tokens`.
+    """Group of trainer ranks. Splits batches over data shards, in micro-batches of at most `micro_batch_tokens` tokens.
 
-    All ranks of a data shard get the same sequences and return equal answers.
+    A data shard is a set of ranks that train on the same sequences, for example tensor-parallel ranks. All ranks of a
+    data shard get the same sequences and return equal results.
     """
 
     def __init__(self, group: WorkerGroup, section: TrainerSettings) -> None:
         self.group = group
         self._tokens = section.micro_batch_tokens
-        # True for a model whose sequences have a row each.
+        # True if the model cannot be packed: each sequence is a padded row.
         self.padded = section.is_padded
         layout = layout_of(section)
-        # Number of the data shard of each rank.
+        # Index of each rank's data shard, by rank.
         self._shards = layout.shards
-        # Fewest tokens of a part of an update that are worth a call: whole groups fill the last of their micro-batches
-        # half, and a pipeline needs several to keep its stages busy.
+        # Fewest tokens of a part that is worth a call to the ranks: two micro-batches for each data shard and pipeline
+        # stage. With fewer, a half-full last micro-batch costs too much, and stages of the pipeline are idle.
         self.worthwhile = 2 * layout.pipeline * section.micro_batch_tokens * layout.data
 
     def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
-        """Split a batch into the shares of the ranks. May run on any thread, also while the ranks work."""
-        # A sequence without a number is a whole rollout.
+        """Split a batch over the ranks. May run on any thread, also while the ranks work."""
+        # A sequence without a rollout number is a whole rollout.
         numbers = {sequence.rollout for sequence in sequences if sequence.rollout is not None}
         whole_rollouts = sum(sequence.rollout is None for sequence in sequences)
         totals = Totals(
@@ -161,12 +163,12 @@ class TrainerGroup:
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
         """Make one optimizer update with the samples that the block accumulates.
 
-        Leaving the block makes the step and fills `Update.metrics`. An exception in the block discards everything.
+        Leaving the block makes the optimizer step and fills `Update.metrics`. An exception in the block discards the
+        update. Raises FloatingPointError for a loss or a gradient norm that is not finite, and then changes no weight.
 
-        in_parts: True if ranks get each part at once, and work on it while other rollouts are being sampled. Otherwise
-        the last part is held back and sent with the step, so that an update of one part is one call. Raises
-        FloatingPointError, with nothing updated, for a loss or a gradient norm that is not finite. timed: makes a
-        context for each span in which the update itself works, excluding the work of the block.
+        in_parts: True to send each part to the ranks at once, which work on it while other rollouts are being sampled.
+        False: the last part is sent together with the step, so that an update of one part is one call. timed: returns
+        a context manager. It is entered while the update works, and not while the block does other work.
         """
         update = Update(self, loss, in_parts, timed)
         try:
@@ -178,13 +180,13 @@ class TrainerGroup:
             update._finish_update()
 
     def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Return the loss's metrics without an update."""
+        """Return the loss's metrics over the sequences, by name. No weight changes."""
         return self._run_shares(TrainerWorker.evaluate, sequences, loss)[0]
 
     def warm_up(self, count: int, length: int, loss: Loss, columns: Mapping[str, Role] = NO_COLUMNS) -> None:
         """Run forward and backward passes over `count` made-up sequences of `length` tokens, without an update.
 
-        columns: name -> role, of the columns to compute too, which loads each role's weights.
+        columns: name of a log-prob column -> its role. One pass of each role runs too, which loads the role's weights.
         """
         # Different tokens, because equal tokens would all go to the same experts.
         tokens = np.arange(length, dtype=np.int32) % self.info()["vocab_size"]
@@ -201,7 +203,10 @@ class TrainerGroup:
         return self._order_by_sequence(plan, sequences, log_probs_of_ranks)
 
     def exact_log_probs(self, sequences: Rows[TrainingSample]) -> list[NDArray[np.float32]] | None:
-        """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
+        """Return the policy's log-probs float32 [T] of each sequence, computed in float32 with the rounded weights.
+
+        None: the backend cannot compute in float32 with weights that are rounded to the compute dtype.
+        """
         plan = self._plan_batch(sequences)
         arguments = [(share,) for share in self._make_shares(plan, sequences)]
         answers = self.group.run(TrainerWorker.exact_log_probs, arguments)
@@ -210,16 +215,17 @@ class TrainerGroup:
         return self._order_by_sequence(plan, sequences, log_probs_of_ranks) if log_probs_of_ranks else None
 
     def begin_save(self, folder: Path, export: Path | None, dtype: str | None, beside_training: bool) -> TrainerSave:
-        """Begin to write training state into `folder`, and into `export` a Hugging Face folder of `dtype`.
+        """Begin to write training state into `folder`, and a Hugging Face folder into `export` unless it is None.
 
-        dtype: None for the compute dtype. beside_training: ranks copy their state first, so that steps may go on.
+        dtype: of the exported weights; None for the compute dtype. beside_training: True if ranks copy their state
+        first, so that training goes on while they write.
         """
         export_path = str(export) if export else None
         answers = self.group.call(TrainerWorker.begin_save, str(folder), export_path, dtype, beside_training)
         return TrainerSave.from_answers(self.group, folder, export, answers)
 
     def info(self) -> dict[str, Any]:
-        """Return rank 0's facts about the model."""
+        """Return facts about the model, such as vocab_size and parameters; see `TrainerRank.info`."""
         return self.group.call(TrainerWorker.info)[0]
 
     def suspects(self) -> str:
@@ -246,9 +252,9 @@ class TrainerGroup:
         sequences: Rows[TrainingSample],
         columns_of_ranks: list[NDArray[np.float32]],
     ) -> list[NDArray[np.float32]]:
-        """Return each sequence's part of the ranks' answers."""
+        """Return one array for each sequence, in the order of `sequences`, cut from the ranks' concatenated arrays."""
         parts: list[Any] = [None] * len(sequences)
-        # Ranks of one data shard have equal answers; `dict` keeps the last one.
+        # Ranks of one data shard have equal arrays, of which `dict` keeps the last.
         for shard, column in dict(zip(self._shards, columns_of_ranks)).items():
             start = 0
             for index in chain.from_iterable(plan[shard]):
@@ -258,7 +264,7 @@ class TrainerGroup:
         return parts
 
     def _make_shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
-        """Return every rank's share."""
+        """Return the share of each rank, by rank. plan: plan[shard][micro-batch] is a list of indices of sequences."""
         shares = []
         for batches in plan:
             micro_batches = [[sequences[index] for index in batch] for batch in batches]

@@ -1,4 +1,4 @@
-"""The driver's side of a checkpoint's trainer part: waits for every rank, and joins the digests of written files."""
+"""Driver's side of saving the trainer's state: waits until every rank has written, and joins the digests of files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,27 +9,29 @@ from rlctl.training.trainer_worker import TrainerWorker
 from rlctl.utils.digests import join_pieces
 from rlctl.workers.group import DEADLINE_KNOB, WorkerGroup
 
-# Slowest rate of writing that the deadline allows, bytes/s of a rank.
+# Slowest write rate that the deadline allows, bytes/s for each rank.
 _SLOWEST = 50e6
 
 
 @dataclass(frozen=True)
 class TrainerSave:
-    """A save that ranks have begun."""
+    """A save of the trainer's state that all ranks have begun."""
 
     group: WorkerGroup
+    # Folder of the training state.
     folder: Path
+    # Folder of the exported model; None without an export.
     export: Path | None
-    # Bytes of the rank that writes most, without its part of the export.
+    # Bytes of state that one rank writes, the largest of all ranks. The export is not counted.
     largest_bytes: int
-    # Reason why steps must wait until the save is written; empty if they may train meanwhile.
+    # Reason why training must wait until the save is written. Empty if training may go on.
     wait_cause: str
 
     @classmethod
     def from_answers(
         cls, group: WorkerGroup, folder: Path, export: Path | None, answers: Sequence[SaveBegun]
     ) -> "TrainerSave":
-        """Return the save that all ranks have begun."""
+        """Return the save, from the answers of all ranks to `begin_save`."""
         return cls(
             group=group,
             folder=folder,
@@ -40,14 +42,14 @@ class TrainerSave:
 
     @property
     def deadline_s(self) -> float:
-        """Seconds that writing may take: the deadline of every call, or more if there are many bytes."""
+        """Seconds that writing may take: the deadline of a call, plus the time for the bytes at the slowest rate."""
         return self.group.deadline_s + self.largest_bytes / _SLOWEST
 
     def finish(self) -> dict[Path, tuple[int, str]]:
-        """Wait until every file is on the disk; return path -> (bytes, digest) of large files. May run on any thread.
+        """Wait until all ranks have written their files. Return path -> (size in bytes, digest) of state and weights.
 
-        Raises the errors of `Pending.wait`, RuntimeError if the folder is empty as seen from here, and OSError if the
-        export's bytes are not those that were written.
+        May run on any thread. Raises the errors of `Pending.wait`, RuntimeError if the driver sees an empty folder, and
+        OSError if the export on disk has other bytes than the ranks wrote.
         """
         knob = f"{DEADLINE_KNOB}, and the bytes at {_SLOWEST / 1e6:.0f} MB/s"
         written = self.group.outcomes(TrainerWorker.wait_for_files, self.deadline_s, knob)
@@ -65,9 +67,10 @@ class TrainerSave:
 def join_export(
     export: Path, written: Sequence[FilesWritten], read: Sequence[PiecesRead]
 ) -> dict[Path, tuple[int, str]]:
-    """Return path -> (bytes, digest) of the export's files from the pieces that ranks read.
+    """Return path -> (size in bytes, digest) of the export's weight files, from the pieces that ranks read back.
 
-    Raises OSError if the sum of the bytes read is not the sum of the bytes written: a file system lost some.
+    Raises OSError if the checksum of the bytes read differs from that of the bytes written, because the file system
+    lost some.
     """
     pieces: dict[str, dict[int, bytes]] = {}
     for rank_pieces in read:

@@ -1,4 +1,4 @@
-"""A trainer rank's process: the backend's trainer, called with columns of samples, and its end of the refit."""
+"""Worker process of one trainer rank: receives samples as arrays, calls the backend's trainer, sends weights."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -21,22 +21,24 @@ from rlctl.utils.code_cache import keep_code
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's micro-batches as columns: few arrays to ship, for any number of sequences."""
+    """A rank's micro-batches, with the S sequences concatenated to N tokens. A few arrays ship faster than many."""
 
-    # int32 [N], bool [N], name -> [N, *shape]: those of all sequences, one after the other.
+    # int32 [N].
     tokens: NDArray[np.int32]
+    # bool [N]: true at the tokens to train on.
     mask: NDArray[np.bool_]
+    # Name -> [N, *shape].
     columns: dict[str, NDArray[np.float32]]
-    # int32 [S]: tokens of each sequence.
+    # int32 [S]: number of tokens of each sequence.
     lengths: NDArray[np.int32]
-    # int32 [M]: sequences of each micro-batch.
+    # int32 [M]: number of sequences in each micro-batch.
     sizes: NDArray[np.int32]
-    # int32 [S]: `TrainingSample.rollout` of each sequence; None where none has one.
+    # int32 [S]: `TrainingSample.rollout` of each sequence, -1 for None. The array is None if no sequence has a number.
     rollouts: NDArray[np.int32] | None = None
 
     @classmethod
     def from_micro_batches(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
-        """Return the columns of some micro-batches; all sequences hold the same columns."""
+        """Concatenate the sequences of some micro-batches. All sequences must have the same columns."""
         sequences = list(chain.from_iterable(micro_batches))
         columns = {}
         for name in sequences[0].columns if sequences else ():
@@ -56,7 +58,7 @@ class RankBatch:
         )
 
     def micro_batches(self) -> list[MicroBatch]:
-        """Return the micro-batches again; their arrays are views of the columns."""
+        """Return the micro-batches that `from_micro_batches` got. Their arrays are views of these arrays."""
         sequences = []
         for row, (end, length) in enumerate(zip(np.cumsum(self.lengths), self.lengths)):
             part = slice(end - length, end)
@@ -75,7 +77,10 @@ class RankBatch:
 
 
 class TrainerWorker(SendsWeights):
-    """A trainer rank, hosted by `workers.actor.WorkerActor`. Methods are those of `TrainerRank`."""
+    """One trainer rank in its process, called through `workers.actor.WorkerActor`.
+
+    Each method calls the method of the same name of `TrainerRank`, where it is documented.
+    """
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
@@ -105,16 +110,19 @@ class TrainerWorker(SendsWeights):
         return self._trainer.evaluate(share.micro_batches(), loss)
 
     def log_probs(self, share: RankBatch, role: Role = "policy") -> NDArray[np.float32]:
-        """Return log-probs float32 [N] under the weights of `role`, in the order of the share's tokens."""
+        """Return the log-prob of every token of the share under the weights of `role`, float32 [N]."""
         return _flatten_columns(self._trainer.log_probs(share.micro_batches(), role))
 
     def exact_log_probs(self, share: RankBatch) -> NDArray[np.float32] | None:
-        """Return the policy's log-probs in float32 of the weights as they are rounded; None if the backend cannot."""
+        """Return the policy's log-probs float32 [N], computed in float32 with weights rounded to the compute dtype.
+
+        None: the backend cannot compute in float32.
+        """
         log_probs = self._trainer.exact_log_probs(share.micro_batches())
         return None if log_probs is None else _flatten_columns(log_probs)
 
     def begin_save(self, folder: str, export: str | None, dtype: str | None, beside_training: bool) -> SaveBegun:
-        """Begin to write training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
+        """Begin to write training state into `folder` and, unless `export` is None, an exported model into `export`."""
         return self._trainer.begin_save(Path(folder), Path(export) if export else None, dtype, beside_training)
 
     def wait_for_files(self, wait_s: float) -> FilesWritten | None:
@@ -139,12 +147,12 @@ class TrainerWorker(SendsWeights):
         return self._trainer.suspects()
 
     def close(self) -> None:
-        """Free the refit's buffers and connections."""
+        """Free the buffers and connections for sending weights."""
         self.refit_close()
 
 
 def _flatten_columns(batches: list[list[NDArray[np.float32]]]) -> NDArray[np.float32]:
-    """Return the values of all sequences, one after the other."""
+    """Return the values of all sequences of all micro-batches, concatenated: float32 [N]."""
     flat: NDArray[np.float32] = _concatenate_parts(list(chain.from_iterable(batches)), np.dtype(np.float32))
     return flat
 

@@ -1,4 +1,4 @@
-"""The arithmetic of one update, the same for every backend: its learning rate, its metrics, its one division."""
+"""Arithmetic of one update, for every backend: learning rate, metrics, and division and clipping of the gradients."""
 
 import math
 import re
@@ -15,8 +15,9 @@ from rlctl.training.interface import LossOutput
 def learning_rate(update: int, section: OptimizerSection, total_updates: int) -> float:
     """Return the learning rate of update number `update`, counted from 0.
 
-    The rate rises linearly over `warmup_steps` updates, and reaches `lr` with the last one. Then it is constant, or
-    falls along a line or half a cosine to `min_lr_ratio * lr`, which update `total_updates` would have.
+    The rate rises linearly over `warmup_steps` updates, and the last warm-up update has the rate `lr`. After the
+    warm-up the rate is constant, or falls linearly or as half a cosine. It would reach `min_lr_ratio * lr` at update
+    number `total_updates`, one after the last.
     """
     if update < section.warmup_steps:
         return section.lr * (update + 1) / section.warmup_steps
@@ -25,14 +26,15 @@ def learning_rate(update: int, section: OptimizerSection, total_updates: int) ->
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * factors[section.schedule])
 
 
-# Names of norms' weights and of biases, by transformers (`Trainer.get_decay_parameter_names`).
+# Matches names of norm weights and biases, as transformers does (`Trainer.get_decay_parameter_names`).
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that weight decay reaches: matrices that are neither a norm's nor a bias.
+    """Return the names of the parameters to which weight decay applies: all matrices except norm weights and biases.
 
-    transformers' own grouping has the same matrices. It decays sinks, decays of states and some norms too.
+    transformers' Trainer decays the same matrices, and also attention sinks, decay rates of state-space layers and some
+    norms.
     """
     names = set()
     for path, module in model.named_modules():
@@ -44,28 +46,34 @@ def decayed_names(model: nn.Module) -> set[str]:
     return names
 
 
-# name -> (sum, weight), and name -> largest value.
+# Metrics before the division: name -> (sum, weight) of means, and name -> largest value of maxima.
 Sums = tuple[dict[str, tuple[float, float]], dict[str, float]]
 
 
 class MetricAccumulator:
-    """The micro-batches' LossOutputs of one update. They stay on the device until all are read in one transfer."""
+    """Collects the LossOutput of every micro-batch of one update, and computes the update's metrics.
+
+    The outputs stay on the device, and `join` reads all of the numbers in one transfer.
+    """
 
     def __init__(self) -> None:
         self._outputs: list[LossOutput] = []
 
     def add(self, output: LossOutput) -> None:
-        """Take the output of one micro-batch, after its backward pass."""
+        """Add the output of one micro-batch, after its backward pass."""
         self._outputs.append(LossOutput(output.loss.detach(), output.means, output.maxima))
 
     def loss(self, device: torch.device) -> Tensor:
-        """Return this rank's summed loss, float64 on `device`; 0 if the rank counts none."""
+        """Return the sum of this rank's losses, float64 [] on `device`; 0 if no output was added."""
         if not self._outputs:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([output.loss for output in self._outputs]).double().sum()
 
     def join(self) -> dict[str, float]:
-        """Return every metric over all ranks; a rank without sequences may know fewer names."""
+        """Return every metric by name, over all ranks. All ranks call together.
+
+        Ranks may have different names, because a rank without sequences has none.
+        """
         tensors: list[Tensor] = []
         for output in self._outputs:
             for total_and_weight in output.means.values():
@@ -96,15 +104,15 @@ def _merge_sums(parts: list[Sums]) -> Sums:
     return sums, maxima
 
 
-# Elements that are added up in float32 at a time.
+# Number of elements that are summed in float32. The sums of these rows are added in float64.
 _ROW = 4096
 
 
 def gradient_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, float64 [], on their device (of none on the CPU).
+    """Return the 2-norm of all gradients together, float64 [] on their device; 0 on the CPU for an empty list.
 
-    On a CPU rows of 4096 elements are added up in float64: torch's own float32 sum is 1% too small at 1e8 elements, and
-    1e-3 at 2e7.
+    On a CPU the squared norms of rows of 4096 elements are added in float64. torch's float32 sum is too small there: by
+    1% for 1e8 elements, by 0.1% for 2e7.
     """
     if gradients and gradients[0].device.type != "cpu":
         return torch.nn.utils.get_total_norm(gradients).double()
@@ -120,11 +128,11 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
 def clipping(
     named_gradients: Iterable[tuple[str, Tensor]], norm: float, loss: float, normalizer: float, max_norm: float
 ) -> tuple[float, float]:
-    """Return the gradients' norm after a division by `normalizer`, and the factor that divides and clips to `max_norm`.
+    """Return the gradient norm after the division by `normalizer`, and the factor for all gradients.
 
-    named_gradients: this rank's, read only to name those that are not finite. norm: 2-norm of the summed gradients;
-    loss: the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError unless both
-    are finite.
+    The factor divides the gradients by `normalizer` and clips them to norm `max_norm`. norm: 2-norm of the summed
+    gradients over all ranks. loss: sum over all ranks. Raises FloatingPointError on all ranks if norm or loss is not
+    finite. named_gradients: this rank's gradients, read only to name in the error those that are not finite.
     """
     problems = []
     if not math.isfinite(loss):
@@ -148,9 +156,10 @@ def divide_and_clip(
     normalizer: float,
     max_norm: float,
 ) -> float:
-    """Divide and clip the gradients in one pass, see `clipping`; return their norm between the two.
+    """Divide the gradients by `normalizer` and clip them to norm `max_norm`, in place and in one pass over memory.
 
-    Raises FloatingPointError, with nothing changed.
+    Return the norm after the division and before clipping. norm, loss, named_gradients: see `clipping`. Raises
+    FloatingPointError for a loss or norm that is not finite, and then changes no gradient.
     """
     norm, factor = clipping(named_gradients, norm, loss, normalizer, max_norm)
     if gradients:

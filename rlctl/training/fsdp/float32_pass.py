@@ -1,4 +1,7 @@
-"""A pass of an FSDP policy in float32 with the weights that bfloat16 rounded: the measure of the other rounding."""
+"""Float32 passes of a bfloat16 FSDP policy: only the weights are rounded to bfloat16, not the activations.
+
+Their log-probs show how much the rounding of activations changes the policy's log-probs.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,20 +18,22 @@ from rlctl.training.fsdp.model import FsdpPolicy
 
 @contextmanager
 def in_float32(policy: FsdpPolicy) -> Iterator[None]:
-    """Have the policy compute in float32 within the block, without compiled code.
+    """Let the policy compute in float32 within the block, without compiled code.
 
-    The weights are those of a pass in bfloat16. A layer's weights are converted while it runs: a whole model in float32
-    may not fit the device.
+    The weights have the values of a bfloat16 pass. Each layer's weights are converted only while the layer runs,
+    because a whole model in float32 may not fit the device.
     """
     facts = policy.facts
     lm = policy.lm
     layers = list(lm.get_submodule(facts.layers))
-    # The head converts its weight by itself.
+    # Modules that the last loop skips: layers, which the loop before handles, and the head, whose weight
+    # `chunked_log_probs` converts.
     converted_ids = {id(lm.get_submodule(facts.head))}
     for layer in layers:
         converted_ids.update(id(module) for module in layer.modules())
     embedding = lm.get_submodule(facts.embedding)
-    # A rank alone has float32 masters here. Others have gathered weights, rounded already.
+    # A single rank has float32 master weights here, which must be rounded first. With several ranks FSDP gathers
+    # weights that are rounded already.
     rounded = _Rounded(
         policy.dtype, {parameter for name, parameter in lm.named_parameters() if not facts.keeps_float32(name)}
     )
@@ -55,16 +60,16 @@ def in_float32(policy: FsdpPolicy) -> Iterator[None]:
 
 
 class _ExactInput:
-    """Arguments of a layer before FSDP rounds them."""
+    """Arguments of a layer's last call, before FSDP rounds them."""
 
     def keep(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Keep the arguments of a call; a hook."""
+        """Store the arguments of a call. This is a forward pre-hook."""
         self.args = args
         self.kwargs = kwargs
 
 
 class _Rounded(NamedTuple):
-    """Parameters whose values a pass rounds to a dtype."""
+    """Parameters whose values a normal pass rounds to `dtype`."""
 
     dtype: torch.dtype
     parameters: set[nn.Parameter]
@@ -78,23 +83,23 @@ def _forward_in_float32(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return a module's output, computed in float32. parts: modules whose parameters are converted.
+    """Return a module's output, computed in float32. parts: the modules whose parameters are converted for the call.
 
-    exact_input: replaces the arguments, which FSDP may have rounded.
+    exact_input: arguments to use instead of `args` and `kwargs`, which FSDP may have rounded.
     """
     if exact_input:
         args = exact_input.args
         kwargs = exact_input.kwargs
     args, kwargs = tree_map(_to_float32, (args, kwargs))
     with _convert_modules(parts, rounded):
-        # The method of the class: the instance's own is compiled.
+        # Call the method of the class, because the `forward` of the instance is compiled.
         return tree_map(_to_float32, type(module).forward(module, *args, **kwargs))
 
 
 def _look_up(embedding: nn.Module, tokens: Tensor) -> Any:
-    """Return an embedding's output, computed in float32, since some embeddings scale their output.
+    """Return the float32 embeddings of `tokens`, computed by the module's `forward`, because some models scale them.
 
-    Only the rows of these tokens are converted.
+    Only the embedding rows of these tokens are converted to float32.
     """
     weight = embedding._parameters["weight"]
     assert weight is not None
@@ -113,7 +118,7 @@ def _to_float32(argument: Any) -> Any:
 
 @contextmanager
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give `module` another `forward`, below FSDP's own work, within the block."""
+    """Replace the `forward` of `module` within the block. FSDP's hooks still run around the new `forward`."""
     instance_forward = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -127,9 +132,10 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 @contextmanager
 def _convert_modules(parts: Sequence[nn.Module], rounded: _Rounded) -> Iterator[None]:
-    """Have float32 copies of the modules' parameters, as a pass rounds them, in their places within the block.
+    """Replace the modules' parameters and buffers by float32 copies within the block.
 
-    Buffers are rounded already. A decay that minimax computes from one in bfloat16 was 0.001 nats off.
+    Parameters in `rounded` are rounded first, as in a normal pass. Buffers are rounded already and converted too:
+    minimax computes a decay from a buffer, which in bfloat16 changed log-probs by 0.001 nats.
     """
     with ExitStack() as stack:
         for part in parts:
@@ -138,7 +144,7 @@ def _convert_modules(parts: Sequence[nn.Module], rounded: _Rounded) -> Iterator[
                     stack.callback(part._buffers.__setitem__, name, buffer)
                     part._buffers[name] = buffer.float()
             for name, parameter in list(part._parameters.items()):
-                # Parameters of an FSDP group apart are still sharded, and float32.
+                # A DTensor belongs to an FSDP group of float32 parameters, which is still sharded and needs no copy.
                 if parameter is None or isinstance(parameter, DTensor):
                     continue
                 weight = parameter.detach()

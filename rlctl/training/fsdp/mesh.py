@@ -1,4 +1,4 @@
-"""The device mesh of FSDP ranks: one sharded model, or several replicas of it (hybrid sharding, HSDP)."""
+"""Device mesh of FSDP ranks: the model is sharded over all ranks, or each replica over some ranks (HSDP)."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-# Numbers that replicas add up at a time: 256 MiB.
+# Largest number of float32 elements in one all-reduce of gradients: 256 MiB.
 _BUCKET = 1 << 26
 
 
 def make_meshes(device: str, world: int, replicas: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return the mesh that shards this rank's replica, and the group of ranks that hold the same shard.
+    """Return the mesh over which this rank's replica is sharded, and the group of ranks that hold the same shard.
 
-    Consecutive ranks share a replica: `world / replicas` ranks. The group is None for one replica. device: `cuda` or
-    `cpu`, as torch names it.
+    A replica has `world / replicas` consecutive ranks. With one replica the group is None. device: `cuda` or `cpu`.
     """
     if replicas == 1:
         return init_device_mesh(device, (world,)), None
@@ -25,7 +24,10 @@ def make_meshes(device: str, world: int, replicas: int) -> tuple[DeviceMesh, dis
 
 
 def shard_start(tensor: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return where this rank's shard begins in the whole tensor: torch cuts rows evenly, rounded up."""
+    """Return the index in the whole tensor at which this rank's shard begins.
+
+    FSDP shards a tensor by rows. Each rank gets ceil(rows / ranks) rows, and the last ranks fewer or none.
+    """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim
     first_row = mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size())
@@ -33,7 +35,7 @@ def shard_start(tensor: Tensor, mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def add_over_replicas(gradients: list[Tensor], replicas: dist.ProcessGroup) -> None:
-    """Add float32 gradients up over the ranks that hold the same shard, in place."""
+    """Sum float32 gradients in place over the group `replicas`: the ranks that hold the same shard."""
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat, group=replicas)
@@ -45,7 +47,7 @@ def add_over_replicas(gradients: list[Tensor], replicas: dist.ProcessGroup) -> N
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors together up to `_BUCKET` numbers, a larger one alone."""
+    """Yield the tensors in lists of at most `_BUCKET` elements together. A larger tensor is alone in its list."""
     bucket: list[Tensor] = []
     numbers = 0
     for tensor in tensors:

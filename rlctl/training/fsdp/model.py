@@ -1,8 +1,8 @@
-"""The policy as one FSDP2 module: a Hugging Face causal LM, its layers sharded, its head computed in chunks.
+"""The policy as one FSDP2 module: a Hugging Face causal LM with sharded layers, and a head computed in chunks.
 
-Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole. Frozen
-ones, below adapters, are of the compute dtype. A rank that shares its weights with no other has nothing to gather: its
-layers compute with copies in the compute dtype (`compute_in`).
+Trained weights are float32 masters. Frozen weights, below adapters, have the compute dtype. Weights are read from
+safetensors one layer at a time, so that no rank ever holds the whole model. A single rank does not use FSDP: its layers
+compute with copies of the weights in the compute dtype (`compute_in`).
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class FsdpPolicy(nn.Module):
-    """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
+    """Causal LM whose `forward` returns log-probs. It is FSDP's root module, so the whole head weight is gathered."""
 
     def __init__(
         self, lm: Any, facts: ModelFacts, temperature: float, section: TrainerSettings, dtype: torch.dtype
@@ -52,16 +52,15 @@ class FsdpPolicy(nn.Module):
         self.temperature = temperature
         self.section = section
         self.compiled = section.compile
-        # Compute dtype, that of the head's input.
+        # Compute dtype, to which the head's input is cast.
         self.dtype = dtype
 
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-prob and entropy, float32 [N] each, of the tokens at `rows` given those before them, under the
-        tempered policy.
+        """Return the log-probs of the tokens at `rows`, and the entropy of the policy there, float32 [N] each.
 
-        rows: int64 [N], each after its sequence's first.
+        Both are at the sampling temperature. rows: int64 [N], rows of the pack without first tokens of sequences.
         """
-        # A residual in float32 (mamba) ends in the head's dtype, as in transformers.
+        # Some models (mamba) have a float32 residual. transformers casts it to the head's dtype too.
         hidden = self._hidden_states(packed, rows - 1).to(self.dtype)
         targets = packed.tokens[rows]
         head = self.lm.get_submodule(self.facts.head)
@@ -81,7 +80,8 @@ class FsdpPolicy(nn.Module):
         """Return the hidden states [N, hidden] at `rows` of a pack."""
         decoder = self.lm.get_submodule(self.facts.decoder)
         if self.facts.sizes.one_sequence_a_row:
-            # A token sees none after it, so that padding needs no mask. The last token fills each row.
+            # Padding at the end of a row needs no mask, because a token does not attend to later tokens. Each row is
+            # padded with its last token.
             starts = packed.cu_seqlens[:-1, None].long()
             ends = packed.cu_seqlens[1:, None].long()
             token_indices = torch.minimum(starts + torch.arange(packed.max_len, device=starts.device), ends - 1)
@@ -99,7 +99,7 @@ class FsdpPolicy(nn.Module):
         return hidden
 
     def _boundaries(self, packed: Packed) -> dict[str, Any]:
-        """Return the further keywords by which layers with states find the sequences of a pack."""
+        """Return the keyword arguments that tell recurrent layers where sequences of the pack begin; {} without any."""
         if not self.facts.kinds.states:
             return {}
         seq_idx = (packed.positions == 0).cumsum(0)[None].int() - 1
@@ -108,14 +108,15 @@ class FsdpPolicy(nn.Module):
 
 @dataclass(frozen=True)
 class Reading:
-    """Source of weights, and their place on a device."""
+    """Sources of a model's weights, and the dtype and device to read them to."""
 
     facts: ModelFacts
     table: ParameterTable
-    # Frozen parameters and buffers come from `files`, trained parameters from `first`.
+    # Source of frozen parameters and of buffers.
     files: WeightFiles
+    # Source of trained parameters.
     first: WeightFiles | FirstAdapters
-    # Compute dtype: buffers and frozen parameters have it, trained ones are float32 masters.
+    # Compute dtype, which buffers and frozen parameters get. Trained parameters are float32.
     dtype: torch.dtype
     device: torch.device
 
@@ -131,15 +132,17 @@ def build_policy(
     temperature: float,
     first: FirstAdapters | None = None,
 ) -> FsdpPolicy:
-    """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
+    """Shard `lm` over `mesh`, read its weights from `folder`, and return the policy, which computes in `dtype`.
 
-    first: adapters, which alone are trained; None: every parameter is trained. Raises the errors of `WeightFiles` and
-    `shard_float32`, and ValueError for experts that a GPU would multiply one at a time.
+    lm: model on the meta device, from `skeleton`. first: adapters, which are then the only trained parameters; None to
+    train every parameter. Raises the errors of `WeightFiles` and `shard_float32`, and ValueError for experts that a GPU
+    would compute one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     check_grouped(lm, device, dtype)
-    # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
+    # With a padding index torch gives the row of the padding token no gradient. This token is often the end token, too,
+    # which must be trained.
     embedding = lm.get_submodule(facts.embedding)
     embedding.padding_idx = None
     if section.activation_checkpointing:
@@ -159,7 +162,7 @@ def build_policy(
         prefix = f"{facts.layers}.{index}."
         _materialize(layer, prefix, reading)
         if section.compile:
-            # `forward` alone: work of `compute_in` and FSDP stays outside. One graph serves all layers.
+            # Only `forward` is compiled, without the work of `compute_in` and FSDP, so that all layers share a graph.
             layer.forward = compile_for_packs(layer.forward)
         if is_alone:
             compute_in(layer, dtype, _float32_parameters(layer, prefix, facts))
@@ -176,26 +179,26 @@ def build_policy(
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed over ranks, not averaged: the update divides them once.
+            # Gradients are summed over ranks, not averaged, because the end of the update divides them once.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return policy
 
 
 def _float32_parameters(module: nn.Module, prefix: str, facts: ModelFacts) -> set[nn.Parameter]:
-    """Return the parameters that transformers keeps in float32 next to bfloat16."""
+    """Return the parameters that transformers keeps in float32 in a model of bfloat16."""
     return {parameter for name, parameter in module.named_parameters() if facts.keeps_float32(prefix + name)}
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype, uncast: set[nn.Parameter]) -> None:
-    """Have `forward` cast its inputs and the module's parameters to `dtype` at each call, and compute with the copies.
+    """Wrap the module's `forward` so that each call computes with copies of inputs and parameters in `dtype`.
 
-    uncast: parameters that `forward` uses as they are. Copies live until the backward pass, except in recomputed
-    layers. Gradients reach the parameters in their own dtype. On one rank FSDP would do the same with 14 bytes of
-    memory traffic a parameter instead of 6, three times an update.
+    uncast: parameters that are not cast. The copies live until the backward pass, except in recomputed layers. A
+    parameter gets its gradient in its own dtype. On one rank FSDP would do the same with 14 bytes of memory traffic for
+    each parameter instead of 6, three times in an update.
     """
-    # Parameter -> its places: for each, the dictionary of a module's parameters, and the name there. Tied parameters
-    # have several places and one copy.
+    # Parameter -> (a module's dictionary of parameters, name there), wherever the parameter is used. A tied parameter
+    # is used several times and gets one copy.
     places: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
     for owner in module.modules():
         parameters: dict[str, Any] = owner._parameters
@@ -225,7 +228,7 @@ def compute_in(module: nn.Module, dtype: torch.dtype, uncast: set[nn.Parameter])
 
 
 def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
-    """Read every parameter of `module` that is still on the meta device, and every buffer that is on disk."""
+    """Read all parameters of `module` that are still on the meta device, and all buffers that the folder contains."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if not tensor.is_meta or not reading.table.holds(prefix + name):
             continue
@@ -236,7 +239,7 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
         else:
             dtype = reading.dtype
         read_tensor = torch.empty(tensor.shape, dtype=dtype)
-        # A buffer that is on disk needs no gradient.
+        # A buffer requires no gradient, so it is read from `files`.
         source = reading.first if tensor.requires_grad else reading.files
         source.read_into(reading.table.rows_of(prefix + name), read_tensor)
         read_tensor = read_tensor.to(reading.device)
@@ -249,9 +252,10 @@ def _materialize(module: nn.Module, prefix: str, reading: "Reading") -> None:
 def shard_float32(
     module: nn.Module, prefix: str, facts: ModelFacts, mesh: DeviceMesh, precision: MixedPrecisionPolicy
 ) -> None:
-    """Shard the parts of `module` apart whose parameters transformers keeps in float32 next to bfloat16.
+    """Give the submodules of `module` that transformers keeps in float32 FSDP groups that compute in float32.
 
-    Raises ModelError for such a parameter in a part that has others too: FSDP computes a part in one dtype.
+    An FSDP group computes in one dtype. Raises ModelError for a submodule that has both parameters to keep in float32
+    and other parameters.
     """
     if precision.param_dtype is None or not facts.float32:
         return
@@ -275,10 +279,10 @@ def shard_float32(
 def read_shards(
     files: WeightFiles | AdapterFile, table: ParameterTable, tensors: Named, facts: ModelFacts, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Read from files the values of `tensors`, each cut over the ranks as the tensor is.
+    """Return the values that `files` has for `tensors`, by name, each sharded like the tensor, on the host.
 
-    Parameters are read in the dtype of their computations, buffers in their own. dtype: of parameters that transformers
-    does not keep in float32.
+    Parameters that transformers keeps in float32 are float32, the other parameters have dtype `dtype`. Buffers have the
+    dtype of the tensor.
     """
     weights = {}
     for name, tensor in tensors.items():
@@ -291,14 +295,15 @@ def read_shards(
     return weights
 
 
-# Largest mean difference of log-probs, nats. float32 rounds to 1e-7, bfloat16 to 0.02. Leaks measured 8e-4 to 6.5.
+# Largest allowed mean difference of log-probs in nats. Rounding makes 1e-7 in float32 and 0.02 in bfloat16. Sequences
+# that leaked into the next one made 8e-4 to 6.5.
 _LARGEST_GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError unless sequences of a micro-batch have the log-probs of each alone. All ranks call together.
+    """Raise ModelError if a sequence in a pack gets other log-probs than alone. All ranks call together.
 
-    Only rounding can change the first sequence of a pack: no state passes into it.
+    The log-probs differ if attention or a recurrent state passes from one sequence of a pack to the next.
     """
     token_ids = np.arange(1, 19, dtype=np.int32) % policy.facts.sizes.vocab
     lengths = (6, 8, 4)
@@ -325,6 +330,6 @@ def check_restarts(policy: FsdpPolicy, device: torch.device, dtype: torch.dtype)
 
 
 def free_gathered(policy: nn.Module) -> None:
-    """Drop the root's gathered weights, which a forward pass without a backward pass leaves behind."""
+    """Free the gathered weights of FSDP's root module, which stay after a forward pass without a backward pass."""
     if isinstance(policy, FSDPModule):
         policy.reshard()  # type: ignore[operator]

@@ -1,7 +1,7 @@
-"""Megatron's core attention for packed sequences: rotary embedding, exchange of heads for tokens, `packed_attention`.
+"""Core attention of Megatron layers for packed sequences: all-to-all exchange, rotary embedding, `packed_attention`.
 
-Context parallelism is Ulysses' (DeepSpeed-Ulysses, arXiv 2309.14509): each rank holds a contiguous part of a pack's
-tokens, and for attention all tokens of its part of the heads.
+Context parallelism is that of DeepSpeed-Ulysses (arXiv 2309.14509). Outside attention each rank holds all heads of a
+contiguous part of the pack's tokens. For attention an all-to-all gives it all tokens of a part of the heads.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from rlctl.models.packed_attention import packed_attention
 
 @dataclass
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """A pack of T tokens and S sequences, as attention needs it."""
+    """Inputs of attention that describe a pack: T tokens of S sequences, one sequence after the other."""
 
-    # int32 [S + 1]: where the sequences begin, and the end.
+    # int32 [S + 1]: row of the pack at which each sequence begins, then T.
     cu_seqlens: Tensor | None = None
     # Tokens of the longest sequence.
     max_len: int = 0
-    # [T, head_dim], in the compute dtype: the rotary table of all tokens.
+    # [T, head_dim], compute dtype: cosines and sines of the rotary embedding at each token's position.
     cos: Tensor | None = None
     sin: Tensor | None = None
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Attention of q [t, heads, dim], k and v [t, kv_heads, dim]: t tokens are this rank's part of the pack."""
+    """Causal attention over q [t, heads, dim], k and v [t, kv_heads, dim]. This rank holds t tokens of the pack."""
 
     def __init__(self, config: Any, pg_collection: Any, **kwargs: Any) -> None:
         super().__init__(config=config)
@@ -42,7 +42,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Pack, **kwargs: Any
     ) -> Tensor:
-        """Return [t, heads, dim]: each token attends to the earlier tokens of its sequence."""
+        """Return the attention output [t, heads, dim]. A token attends to itself and its sequence's earlier tokens."""
         pack = packed_seq_params
         assert pack.cu_seqlens is not None and pack.cos is not None and pack.sin is not None
         if self._group:
@@ -55,19 +55,22 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def rotate_pair(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `rotate_heads` of both."""
+    """Return the query and the key, each turned by `rotate_heads`."""
     return rotate_heads(query, cos, sin), rotate_heads(key, cos, sin)
 
 
 def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [T, heads, dim] by its position: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
+    """Apply the rotary embedding to x [T, heads, dim]: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
     half = heads.shape[-1] // 2
     crossed = torch.cat((-heads[..., half:], heads[..., :half]), -1)
     return heads * cos[:, None] + crossed * sin[:, None]
 
 
 def _gather_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange [t, heads, dim] of a part of the tokens for [T, heads / ranks, dim]; too few heads are repeated."""
+    """Exchange all heads of this rank's tokens, [t, heads, dim], for all tokens of its heads, [T, heads / ranks, dim].
+
+    If there are fewer heads than ranks, heads are repeated until each rank has one.
+    """
     ranks = dist.get_world_size(group)
     if heads.shape[1] < ranks:
         heads = heads.repeat_interleave(ranks // heads.shape[1], 1)
@@ -76,7 +79,7 @@ def _gather_tokens(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _gather_heads(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchange [T, heads / ranks, dim] for [t, heads, dim]."""
+    """Undo `_gather_tokens`: exchange [T, heads / ranks, dim] for [t, heads, dim]."""
     ranks = dist.get_world_size(group)
     parts = heads.reshape(ranks, len(heads) // ranks, *heads.shape[1:])
     return _exchange(parts, group).transpose(0, 1).flatten(1, 2)
@@ -88,7 +91,10 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends parts[r] to rank r, and receives result[r] from rank r. It is its own inverse, so its own gradient."""
+    """All-to-all: sends parts[r] to rank r and receives result[r] from rank r.
+
+    The exchange is its own inverse, so its gradient is the same exchange of the output's gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,8 @@
-"""A Megatron rank's state under the same names and in the same form as FSDP's, so that either resumes the other's.
+"""Saving and loading of a Megatron rank's state, in the names and the format of FSDP checkpoints.
 
-Weights are the float32 ones that are updated. The distributed optimizer gives each rank flat pieces of parameters;
-they are put together over its ranks, one parameter at a time, and each rank writes its share of the parameters.
+Each backend can therefore resume the other's checkpoints. Saved weights are the float32 main weights of the optimizer.
+The distributed optimizer gives each rank a flat piece of a parameter. To save, the ranks join the pieces of one
+parameter after the other, and each rank writes some of the whole parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,23 +23,29 @@ KINDS = ("model", *MOMENTS)
 
 @dataclass(frozen=True)
 class Stage:
-    """The state that this rank holds."""
+    """The parameters and optimizer state of this rank's pipeline stage."""
 
     parameters: dict[str, nn.Parameter]
     mapping: Mapping
     optimizer: Optimizer
-    # Parameters that another rank, which holds the same, writes.
+    # Names of parameters that this rank does not write, because another rank has the same parameter and writes it.
     mirrored: set[str]
-    # A tensor of the optimizer -> the same in the memory where it is now, on the device or on the host.
+    # Returns an optimizer tensor where its values are now: on the device, or its copy on the host while offloaded.
     at_hand: Callable[[Tensor], Tensor]
 
     def piece(self, slot: OptimizerShard, kind: str) -> Tensor:
-        """Return float32 [stop - start] of one slot: its main ("model") or a moment."""
+        """Return this rank's elements of a parameter's main weights ("model") or of one moment.
+
+        The result is float32 [stop - start].
+        """
         return self.at_hand(slot.main if kind == "model" else slot.state[kind])
 
 
 def copy_shards(stage: Stage, updates: int, moments: bool) -> dict[str, TensorShard]:
-    """Return weights, and with `moments` moments and step counts, as this rank writes them: copies on the host."""
+    """Return the shards that this rank writes, by checkpoint name, copied to host memory.
+
+    The shards are weights and, if `moments` is true, AdamW's moments and step counts. All ranks call together.
+    """
     weights = _merge_parts(_written_parts(stage, "model"), stage.mapping)
     state = {f"model.{name}": shard for name, shard in weights.items()}
     if not moments:
@@ -47,14 +54,17 @@ def copy_shards(stage: Stage, updates: int, moments: bool) -> dict[str, TensorSh
         shards = _merge_parts(_written_parts(stage, kind), stage.mapping)
         state |= {f"{kind}.{name}": shard for name, shard in shards.items()}
     for name, shard in weights.items():
-        # Several ranks may have parts of a tensor. The rank with its begin writes the step count.
+        # Several ranks may have shards of one tensor. The rank whose shard starts at index 0 writes the step count.
         if not any(shard.start):
             state[f"step.{name}"] = TensorShard.from_whole(torch.tensor(float(updates)))
     return state
 
 
 def load(folder: Path, stage: Stage, updates: int) -> None:
-    """Read a checkpoint of either backend, on any layout. Raises OSError."""
+    """Read weights and optimizer state from a checkpoint of either backend and of any number of ranks.
+
+    updates: number of updates made so far, which every parameter gets as its step count. Raises OSError.
+    """
     for kind in KINDS:
         _load_kind(folder, stage, kind)
     for slot in stage.optimizer.slots.values():
@@ -80,19 +90,19 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
 
 
 def _written_parts(stage: Stage, kind: str) -> Iterator[Part]:
-    """Yield the parts that this rank writes, on the host.
+    """Yield the parts that this rank writes, in host memory.
 
-    Ranks share parameters out by tensors of the checkpoint. A layer's experts are one such tensor, so one rank writes
-    all that are here.
+    The tensors of the checkpoint are dealt to the ranks in turn. A layer's experts are one tensor of the checkpoint, so
+    the same rank writes all experts of the layer that this stage holds.
     """
-    # Number of each tensor of the checkpoint, in the order of its first parameter.
+    # Name of a checkpoint tensor -> its number, in the order in which parameters first need the tensor.
     numbers: dict[str, int] = {}
     for name, parameter in stage.parameters.items():
         first_part = stage.mapping.parts(name, parameter.detach())[0]
         fused_name, _, _ = stage.mapping.fuse(first_part)
         number = numbers.setdefault(fused_name, len(numbers))
         group = stage.optimizer.group(parameter)
-        # All ranks of the group take part in the collective, whoever writes.
+        # A collective: all ranks of the group call it, also those that do not write this parameter.
         whole_tensor = _gather_pieces(stage, parameter, kind, group)
         is_writer = number % dist.get_world_size(group) == dist.get_rank(group)
         if is_writer and name not in stage.mirrored:
@@ -100,7 +110,7 @@ def _written_parts(stage: Stage, kind: str) -> Iterator[Part]:
 
 
 def _gather_pieces(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' pieces together: float32, of the parameter's shape, on its device."""
+    """Return the whole parameter, joined from all ranks' pieces: float32, on the parameter's device."""
     whole_tensor = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     slot = stage.optimizer.slots.get(parameter)
     if slot is not None:
@@ -111,9 +121,12 @@ def _gather_pieces(stage: Stage, parameter: nn.Parameter, kind: str, group: dist
 
 
 def _merge_parts(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
-    """Return one shard a tensor, of all its parts that are here; experts of a layer are fused, as in memory."""
+    """Return one shard for each tensor, merged from the given parts of the tensor.
+
+    The experts of a layer are merged to one tensor, because FSDP has them as one tensor in memory.
+    """
     shapes: dict[str, Shape] = {}
-    # Name -> the start and the view of each part.
+    # Name of a tensor -> (start in the tensor, view) of each part.
     parts_of: dict[str, list[tuple[Shape, Tensor]]] = {}
     for part in parts:
         name, shape, start = mapping.fuse(part)
@@ -123,7 +136,7 @@ def _merge_parts(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorSha
 
 
 def _merge_tensor(shape: Shape, parts: list[tuple[Shape, Tensor]]) -> TensorShard:
-    """Return the smallest shard with all parts. parts: the start and the view of each."""
+    """Return the smallest shard of a tensor of `shape` that contains all parts. parts: (start, view) of each."""
     starts = []
     ends = []
     for start, view in parts:
@@ -139,12 +152,16 @@ def _merge_tensor(shape: Shape, parts: list[tuple[Shape, Tensor]]) -> TensorShar
 
 
 def _extent(view: Tensor, shape: Shape) -> Shape:
-    """Return the extent of a part in a tensor of `shape`, of whose first axes the part may have one index."""
+    """Return the size of a part along each axis of a tensor of `shape`.
+
+    A view with fewer axes than the tensor has size 1 along the leading axes. For example, one expert's [rows, columns]
+    in a tensor [experts, rows, columns].
+    """
     return (1,) * (len(shape) - view.ndim) + tuple(view.shape)
 
 
 def _view_part(shard: TensorShard, start: Shape, like: Tensor) -> Tensor:
-    """Return the view of a shard that is the part at `start`, of the shape of `like`."""
+    """Return the part of the shard that begins at `start` of the whole tensor, as a view of the shape of `like`."""
     box = []
     for begin, shard_begin, size in zip(start, shard.start, _extent(like, shard.shape)):
         box.append(slice(begin - shard_begin, begin - shard_begin + size))

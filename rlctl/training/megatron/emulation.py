@@ -1,7 +1,7 @@
-"""Megatron-core without a GPU: the CPU answers its calls to CUDA. On a machine with CUDA this module does nothing.
+"""Lets Megatron-core run without a GPU: its calls to CUDA run on the CPU. With CUDA this module does nothing.
 
-`torch.cuda` changes for the whole process, so this is for trainer processes only. A TorchFunctionMode holds for one
-thread, so it begins on the thread that trains. `stop` puts everything back.
+`torch.cuda` is patched for the whole process, so only trainer processes use this module. A TorchFunctionMode affects
+only one thread, so `start` must run on the thread that trains. `stop` undoes all patches.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 
 
 class Emulation:
-    """Sends calls for the device "cuda" to the CPU, from `start` to `stop`."""
+    """Patches of torch and Megatron-core that send calls for the device "cuda" to the CPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Begin, unless there is CUDA."""
+        """Apply the patches, unless CUDA is available."""
         if torch.cuda.is_available():
             return
         from megatron.core.optimizer import clip_grads
@@ -44,7 +44,7 @@ class Emulation:
         self._undo.enter_context(mode)
 
     def stop(self) -> None:
-        """Put everything back as it was before `start`; on the same thread."""
+        """Undo the patches. Must run on the thread that called `start`."""
         self._undo.close()
 
     def _replace(self, owner: Any, attributes: dict[str, Any]) -> None:
@@ -54,11 +54,15 @@ class Emulation:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Tensors for a GPU are made on the CPU. They claim to be on a GPU where a caller asks for nothing else."""
+    """Torch function mode that makes tensors on the CPU when a caller asks for a GPU.
+
+    Tensors in `on_device` also report `is_cuda` as true.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # By id: tensors that claim to be on a GPU. So do their copies, except those by `cpu`.
+        # id of a tensor -> the tensor, if its `is_cuda` is reported as true. Its copies are added too, except copies
+        # made by `Tensor.cpu`.
         self.on_device: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -104,7 +108,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _InertObject:
-    """A stream or an event whose every method does nothing."""
+    """Stand-in for a CUDA stream or event. Every method does nothing and returns the object."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -114,7 +118,7 @@ class _InertObject:
 
 
 def _l2_norm(chunk: int, overflow: Tensor, gradients: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return the norm of all gradients, float32 [1]."""
+    """Stand-in for Megatron's `l2_norm_impl`: return the 2-norm of all gradients together, float32 [1], and None."""
     return gradient_norm(gradients[0]).float().view(1), None
 
 
@@ -144,7 +148,10 @@ _CUDA: dict[str, Any] = {
 
 
 def _convert_split_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an exchange so that split sizes are numbers: Megatron leaves them tensors when they are not on a GPU."""
+    """Wrap `all_to_all_single` so that its split sizes are lists of int.
+
+    Megatron converts only split sizes on a GPU, and passes those on the CPU as tensors, which torch refuses.
+    """
 
     def all_to_all_single(output: Tensor, input: Tensor, *split_sizes: Any, **kwargs: Any) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
@@ -162,7 +169,10 @@ def _to_numbers(sizes: Any) -> Any:
 
 
 def _claim_device(mode: _CudaToCpu, split_groups: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the host optimizer's choice of parameters, so that all parameters claim to be on a GPU."""
+    """Wrap the function by which HybridDeviceOptimizer chooses parameters to offload to the host.
+
+    During the call every parameter reports `is_cuda` as true, because the function offloads parameters of a GPU only.
+    """
 
     def split_as_if_on_device(optimizer: Any, fraction: float) -> Any:
         for group in optimizer.param_groups:

@@ -1,7 +1,8 @@
-"""Megatron's parameters as parts of Hugging Face tensors: one mapping for loading, refit, export and checkpoints.
+"""Maps Megatron's parameters to parts of Hugging Face tensors. Loading, refit, export and checkpoints all use the map.
 
-Megatron keeps q, k and v of a layer in one matrix, by groups of heads that share k and v; gate and up in one; and of
-each matrix only this rank's rows (column-parallel) or columns (row-parallel).
+Megatron stores q, k and v of a layer in one matrix, ordered by the groups of heads that share k and v. It stores gate
+and up in another matrix. With tensor parallelism a rank holds only some rows (column-parallel) or some columns
+(row-parallel) of each matrix.
 """
 
 import re
@@ -22,12 +23,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """The part of the whole tensor `name` (as on disk) of `shape` that begins at `start`."""
+    """A rectangular part of one Hugging Face tensor, with a view of the memory that holds the part."""
 
+    # Name of the tensor on disk, and the shape of the whole tensor.
     name: str
     shape: Shape
+    # Index in the whole tensor at which the part begins.
     start: Shape
-    # View of the given memory.
+    # The part's values: a view of a Megatron parameter, or of a tensor of the same shape.
     view: Tensor
 
 
@@ -44,13 +47,13 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 class Mapping:
-    """The mapping of the parameters of this rank's stage."""
+    """Map from the Megatron parameters of this rank's pipeline stage to parts of Hugging Face tensors."""
 
     def __init__(self, policy: MegatronPolicy, hf: Any, table: ParameterTable) -> None:
         self._config = policy.config
         self._hf = hf
         self._table = table
-        # This rank's number and the count, of tensor-parallel and of expert-parallel ranks.
+        # This rank's index among the tensor-parallel ranks and their count. Then the same for expert-parallel ranks.
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         self._tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
         self._expert_rank = parallel_state.get_expert_model_parallel_rank()
@@ -60,13 +63,14 @@ class Mapping:
 
     @property
     def is_tied(self) -> bool:
-        """True if the output weight is the embedding."""
+        """True if the output layer uses the embedding matrix as its weight."""
         return bool(self._hf.tie_word_embeddings)
 
     def parts(self, name: str, tensor: Tensor) -> list[Part]:
-        """Return the parts that parameter `name` is made of, as views of `tensor`.
+        """Return the parts of Hugging Face tensors that make up Megatron parameter `name`, as views of `tensor`.
 
-        tensor: the parameter, or anything of its shape. Raises KeyError for a parameter without a Hugging Face tensor.
+        tensor: the parameter, or another tensor of its shape. Raises KeyError for a parameter that belongs to no
+        Hugging Face tensor.
         """
         if name == "embedding.word_embeddings.weight":
             return [self._row_part(_EMBEDDING, tensor)]
@@ -80,7 +84,10 @@ class Mapping:
         return list(self._layer_parts(f"model.layers.{self._first_layer + int(match[1])}.", match[2], tensor))
 
     def fuse(self, part: Part) -> tuple[str, Shape, Shape]:
-        """Return name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
+        """Return the (name, whole shape, start) of a part in transformers' parameter, which may fuse several tensors.
+
+        For example, each expert of a layer has its own tensors on disk, which transformers fuses to one parameter.
+        """
         row = self._table.by_name[part.name]
         start, _ = row.place(part.start, tuple(part.view.shape))
         return str(row.target), row.whole, start
@@ -108,7 +115,11 @@ class Mapping:
             raise KeyError(layer + name)
 
     def _head_parts(self, layer: str, leaf: str, tensor: Tensor) -> Iterator[Part]:
-        """Yield group by group: the rows of q of the group's heads, then of k of one head, then of v of one head."""
+        """Yield the parts of the fused q, k, v matrix or bias. leaf: "weight" or "bias".
+
+        The rows are ordered by groups of query heads that share one k and one v head. Each group has its q rows first,
+        then its k rows, then its v rows.
+        """
         groups = self._config.num_query_groups
         head_dim = self._config.kv_channels
         heads = self._config.num_attention_heads // groups
@@ -159,33 +170,36 @@ def _whole_part(name: str, tensor: Tensor) -> Part:
 
 
 def read_parts(parts: list[Part], read_slice: Callable[[str, Shape, Shape, Shape], Tensor]) -> None:
-    """Fill every part. read_slice: (name, whole shape, start, extent) -> that part of a stored tensor."""
+    """Fill the view of every part from disk. read_slice: (name, whole shape, start, extent) -> values of the part."""
     for part in parts:
         part.view.copy_(read_slice(part.name, part.shape, part.start, tuple(part.view.shape)))
 
 
 class Exporter:
-    """Whole Hugging Face tensors from the parts that ranks hold, one alive at a time."""
+    """Joins the ranks' parts to whole Hugging Face tensors, one tensor after the other to bound the memory."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], mapping: Mapping, device: torch.device) -> None:
         self._parameters = parameters
         self._mapping = mapping
         self._device = device
-        # Parameters that another rank, which holds the same, exports.
+        # Names of parameters that this rank does not export, because another rank has the same parameter.
         self.mirrored: set[str] = set()
         if parallel_state.get_tensor_model_parallel_rank() > 0:
             self.mirrored.update(name for name in parameters if mapping.is_replicated(name))
         if mapping.is_tied and not parallel_state.is_pipeline_first_stage():
-            # A copy of the embedding.
+            # The last stage's output weight is a copy of the embedding, which the first stage exports.
             self.mirrored.update(name for name in parameters if name == "output_layer.weight")
 
     def tensors(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep."""
+        """Yield (name, tensor) for every tensor of `layout`, in its order and dtype.
+
+        Every rank gets the whole tensor. All ranks must iterate together, because each tensor is an all-reduce.
+        """
         dense_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         expert_rank = parallel_state.get_expert_data_parallel_rank()
         parts: dict[str, list[Part]] = {}
         for name, parameter in self._parameters.items():
-            # Ranks with the same parameter are numbered. The first exports it.
+            # Data-parallel ranks have the same parameter. Only the first of these ranks exports it.
             copy_number = dense_rank if getattr(parameter, "allreduce", True) else expert_rank
             if name not in self.mirrored and copy_number == 0:
                 for part in self._mapping.parts(name, parameter.detach()):

@@ -1,7 +1,7 @@
-"""The policy as a Megatron-core GPTModel: the stage that this rank holds, from a Hugging Face folder.
+"""Builds this rank's pipeline stage of the policy as a Megatron-core GPTModel, from a Hugging Face configuration.
 
-No Transformer Engine, no Apex: Megatron's local layers with a norm, attention and experts of our own. Positions are
-turned in the attention (see `attention.CoreAttention`), so Megatron's own rotary embedding is left out.
+The model needs neither Transformer Engine nor Apex. It uses Megatron's local layers, with rlctl's own norm, attention
+and experts. `attention.CoreAttention` applies the rotary embedding, so Megatron's own rotary embedding is off.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,17 @@ from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.megatron.attention import CoreAttention, Pack, rotate_pair
 from rlctl.training.packing import compile_for_packs
 
-# Without Transformer Engine 0.16.1 leaves this name undefined, and a router with another dtype than the model fails.
+# Megatron-core 0.16.1 does not define this name without Transformer Engine. A router whose dtype differs from the
+# model's then fails with a NameError.
 moe_utils.te_general_gemm = None
 
 
 class RMSNorm(nn.Module):
-    """A norm as Megatron builds it. With sequence parallelism its gradient is summed over the tensor-parallel ranks."""
+    """RMS norm with the constructor that Megatron's layer specs call.
+
+    With sequence parallelism each rank norms other tokens. The mark on the weight makes Megatron sum its gradient over
+    the tensor-parallel ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -42,21 +47,25 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `rms_norm` of x [..., hidden_size]."""
+        """Return x [..., hidden_size] normed by `rms_norm`, in the weight's dtype."""
         return self.norm(x, self.weight, self._eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm x, which may be wider than the weight, as a float32 residual is; round once, to the weight's dtype."""
+    """Return the RMS norm of x in the weight's dtype.
+
+    x may have a wider dtype than the weight, for example a float32 residual. The norm is computed in x's dtype and
+    rounded once.
+    """
     wide = weight.to(x.dtype)
     return F.rms_norm(x, wide.shape, wide, eps).to(weight.dtype)
 
 
 def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-    """Make the end of a sublayer, in the form of Megatron's; without biases and dropout.
+    """Return the function that adds a sublayer's output to the residual, for Megatron's layer specs.
 
-    Megatron's own casts the residual to the sublayer's dtype. In 0.16.1 this loses `fp32_residual_connection` in the
-    first layer.
+    There is no bias and no dropout. Megatron's function casts the residual to the sublayer's dtype, so in 0.16.1
+    `fp32_residual_connection` has no effect in the first layer.
     """
 
     def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
@@ -66,17 +75,19 @@ def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], 
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
-    """SwiGLU experts without biases: one grouped matrix product each way, where the device has it; else one by one.
+    """SwiGLU experts without biases, computed by grouped matrix products over all experts.
 
-    Weights, their names and checkpoints are those of Megatron's SequentialMLP.
+    Off a GPU, or with another dtype than bfloat16, Megatron's SequentialMLP computes one expert after the other. The
+    weights and their names are those of SequentialMLP in both cases.
     """
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Return [N, hidden]: the experts' outputs, each token weighted by its probability.
+        """Return the experts' outputs [N, hidden], each row multiplied by its routing probability; and no bias.
 
-        permuted_local_hidden_states: [N, hidden], by expert. tokens_per_expert: [experts]. permuted_probs: [N].
+        permuted_local_hidden_states: [N, hidden], rows sorted by expert. tokens_per_expert: [experts], rows of each
+        expert. permuted_probs: [N], routing probability of each row.
         """
         hidden = permuted_local_hidden_states
         if hidden.dtype != torch.bfloat16 or not hidden.is_cuda or len(hidden) == 0:
@@ -97,10 +108,13 @@ def _multiply_groups(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class MegatronPolicy(GPTModel):  # type: ignore[misc]
-    """The last stage returns the normed hidden states, not logits. `chunked_log_probs` makes log-probs from these."""
+    """GPTModel whose last stage returns normed hidden states, from which `chunked_log_probs` computes log-probs."""
 
     def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
-        """Return [t (or its sequence part), 1, hidden]. tokens, positions: int64 [t], this rank's part of the pack."""
+        """Return the stage's hidden states [t, 1, hidden]. tokens, positions: int64 [t], this rank's part of the pack.
+
+        With sequence parallelism the result has only this rank's share of the t rows.
+        """
         output: Tensor = super().forward(tokens[None], positions[None], None, packed_seq_params=pack)
         return output
 
@@ -108,7 +122,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
         return hidden_states
 
     def head(self) -> Tensor:
-        """Return this rank's rows of the output weight, [vocab / tensor, hidden]."""
+        """Return this rank's rows of the output weight, [vocabulary / tensor-parallel size, hidden]."""
         shared = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         return weight
@@ -117,7 +131,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
 def build_policy(
     hf: Any, sizes: ModelSizes, section: TrainerSettings, dtype: torch.dtype, device: torch.device
 ) -> MegatronPolicy:
-    """Build this rank's stage, weights not yet read. hf: the model's Hugging Face configuration, a supported one."""
+    """Build this rank's pipeline stage, without reading weights. hf: the model's Hugging Face configuration."""
     config = _transformer_config(hf, sizes, section, dtype, device)
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
@@ -136,12 +150,12 @@ def build_policy(
     policy.to(dtype)
     for name, parameter in policy.named_parameters():
         if ".local_experts." in name:
-            # Megatron says so only where experts are shared out. But every tensor-parallel rank holds whole ones and
-            # sees its own tokens alone: without it their gradients would not be summed over those ranks.
+            # Megatron sets this mark only with expert parallelism. It is needed without it too: every tensor-parallel
+            # rank holds whole experts and routes only its tokens to the experts, so gradients must be summed.
             parameter.allreduce = False
     if section.compile:
-        # Norms and rotary embedding become few kernels, which all layers share. Not whole layers: between these lie
-        # Megatron's own autograd functions and its communication.
+        # Only norms and the rotary embedding are compiled, once for all layers. A whole layer is not compiled, because
+        # it contains Megatron's own autograd functions and communication.
         compiled_norm = compile_for_packs(rms_norm)
         compiled_rotate = compile_for_packs(rotate_pair)
         for module in policy.modules():
@@ -153,7 +167,7 @@ def build_policy(
 
 
 def parallel_sizes(section: TrainerSettings) -> dict[str, int]:
-    """Return the sizes of Megatron's groups of ranks, by its names."""
+    """Return the sizes of the parallel groups, as arguments of Megatron's `initialize_model_parallel`."""
     sizes = {"expert_tensor_parallel_size": 1}
     for kind in ("tensor_model", "pipeline_model", "context", "expert_model"):
         name = f"{kind}_parallel_size"
@@ -188,15 +202,15 @@ def _transformer_config(
         sequence_parallel=layout_of(section).sequence_parallel,
         params_dtype=dtype,
         fp32_residual_connection=parallel.fp32_residual_connection,
-        # Stages hand over the residual.
+        # Dtype of the tensors that pipeline stages send to each other: that of the residual.
         pipeline_dtype=torch.float32 if parallel.fp32_residual_connection else dtype,
         bf16=dtype == torch.bfloat16,
-        # Packs differ in size, so stages tell each other how large they are; Megatron asks for this dispatcher then.
+        # Packs differ in size, so a stage sends the shape before each tensor. Megatron then requires "alltoall".
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Gradients are sums: the update divides them once.
+        # Gradients stay sums over tokens, because the end of the update divides them once.
         calculate_per_token_loss=True,
-        # These need Apex, Transformer Engine or a GPU.
+        # The fusions need Apex, Transformer Engine or a GPU.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -226,7 +240,7 @@ def _expert_settings(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
 
 
 def _sparse_layers(hf: Any) -> list[int]:
-    """Return 1 for each layer of a qwen3_moe whose MLP is a mixture of experts, else 0."""
+    """Return for each layer of a qwen3_moe model 1 if its MLP is a mixture of experts, else 0."""
     layers = range(hf.num_hidden_layers)
     return [int(index not in hf.mlp_only_layers and (index + 1) % hf.decoder_sparse_step == 0) for index in layers]
 

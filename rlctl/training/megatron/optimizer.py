@@ -1,9 +1,9 @@
-"""Megatron's optimizers as rlctl uses them: AdamW behind the distributed optimizer, on the device or on the host.
+"""AdamW in Megatron's distributed optimizer, with its state on the device or on the host.
 
-Megatron-core 0.16.1 leaves some things to its callers, or gets them wrong without Transformer Engine; they are settled
-here. Factors of decay and rate are applied each step. State is there from the start, with a step count for each
-parameter, and a load fills it in place. Megatron's own loading is not used: it shares one step count among all
-parameters.
+This module does what Megatron-core 0.16.1 leaves to its callers, or does wrongly without Transformer Engine. It applies
+each parameter group's factors of learning rate and weight decay at every step. It creates the optimizer state at the
+start, with a step count for each parameter, and a load fills that state in place. Megatron's own loading is not used,
+because it shares one step count among all parameters.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,23 +27,24 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """This rank's share of one parameter: its flat elements `start` to `stop`."""
+    """Optimizer state of the elements `start` to `stop` of one flattened parameter, which this rank updates."""
 
     start: int
     stop: int
-    # float32 [stop - start]: the weights that are updated.
+    # float32 [stop - start]: main weights, which AdamW updates and the parameter is rounded from.
     main: Tensor
-    # step, exp_avg, exp_avg_sq of these elements.
+    # Keys: step (float32 []), exp_avg and exp_avg_sq (both [stop - start]).
     state: dict[str, Tensor]
 
 
 class Optimizer:
-    """The optimizer of one rank's stage, which is wrapped in Megatron's DistributedDataParallel."""
+    """Optimizer of this rank's pipeline stage. `ddp` is the stage in Megatron's DistributedDataParallel."""
 
     def __init__(self, ddp: Any, section: TrainerSettings, dtype: torch.dtype) -> None:
         self._section = section.optimizer
         self._ddp = ddp
-        # Attribute of a parameter in which Megatron has its gradient, see `_optimizer_config`.
+        # Name of the attribute in which Megatron stores a parameter's gradient. It depends on
+        # `use_precision_aware_optimizer`, see `_optimizer_config`.
         self._gradient_name = "decoupled_grad" if megatron_of(section).optimizer_cpu_offload else "grad"
         self._chained = get_megatron_optimizer(
             _optimizer_config(section, dtype),
@@ -58,17 +59,17 @@ class Optimizer:
             self.slots.update(_slots(member))
 
     def zero_grad(self) -> None:
-        """Set the gradients to 0, before those of an update."""
+        """Set all gradients to 0, before the first backward pass of an update."""
         self._ddp.zero_grad_buffer()
         self._chained.zero_grad(set_to_none=True)
 
     def clip(self, loss: Tensor, normalizer: float) -> float:
-        """Divide and clip the reduced gradients; return their norm, see `update.divide_and_clip`.
+        """Divide the reduced gradients by `normalizer` and clip them. Return their norm after the division.
 
-        loss: this rank's share.
+        loss: this rank's summed loss. Raises FloatingPointError like `update.divide_and_clip`.
         """
         self._chained.prepare_grads()
-        # Ahead of the norm. The host waits for the norm in any case, so reading the loss then costs no second wait.
+        # The all-reduce starts before the norm is computed. The host waits for the norm, and then has the loss too.
         dist.all_reduce(loss)
         norm = float(self._chained.get_grad_norm())
         gradients = []
@@ -87,15 +88,16 @@ class Optimizer:
         )
 
     def step(self, lr: float) -> None:
-        """Make a step at rate `lr` of the gradients that `clip` left."""
+        """Update the weights by the gradients that `clip` left, at learning rate `lr`."""
         for group in self._chained.param_groups:
-            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
+            # Megatron applies these factors only in its own scheduler, which is not used. Without them norms would
+            # decay like matrices.
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
         self._chained.step_with_ready_grads()
 
     def rehearse(self, loss: Tensor) -> None:
-        """Make a step at rate 0 of gradients that are all 0, and set the step counts back to 0."""
+        """Make one optimizer step with gradients 0 at rate 0, which allocates memory. Then set step counts to 0."""
         self._ddp.zero_grad_buffer()
         self.clip(loss, 1.0)
         self.step(0.0)
@@ -103,19 +105,22 @@ class Optimizer:
             slot.state["step"].zero_()
 
     def publish(self, main_of: Callable[[OptimizerShard], Tensor]) -> None:
-        """Copy the mains, filled from a checkpoint, to the weights of all ranks."""
+        """Round the main weights, just read from a checkpoint, to the parameters, and gather these on all ranks.
+
+        main_of: returns the main weights of a shard in the memory where they are now.
+        """
         with torch.no_grad():
             for parameter, slot in self.slots.items():
                 parameter.data.view(-1)[slot.start : slot.stop].copy_(main_of(slot))
             self._ddp.start_param_sync(force_sync=True)
 
     def group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """Return the ranks that share the state of a parameter out among them."""
+        """Return the process group whose ranks each hold a part of the parameter's optimizer state."""
         is_dense = getattr(parameter, "allreduce", True)
         return self._ddp.intra_dp_cp_group if is_dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
 
     def device_state(self) -> list[Tensor]:
-        """Return moments, and mains where they are not the weights themselves."""
+        """Return the optimizer's tensors: moments, and main weights that do not share memory with the parameters."""
         state = []
         for parameter, slot in self.slots.items():
             state += [slot.state[key] for key in MOMENTS]
@@ -125,7 +130,7 @@ class Optimizer:
 
 
 def gradients(ddp: Any) -> list[Tensor]:
-    """Return the buffers of all gradients of a model in Megatron's DistributedDataParallel, float32."""
+    """Return the float32 buffers in which Megatron's DistributedDataParallel stores all gradients."""
     return [buffer.grad_data for buffer in chain(ddp.buffers, ddp.expert_parallel_buffers)]
 
 
@@ -148,8 +153,8 @@ def _optimizer_config(section: TrainerSettings, dtype: torch.dtype) -> Optimizer
         overlap_cpu_optimizer_d2h_h2d=megatron.overlap_cpu_optimizer_d2h_h2d,
     )
     if megatron.optimizer_cpu_offload:
-        # The constructor refuses these without Transformer Engine, but the host's optimizer needs only their meaning:
-        # it keeps the float32 weights itself, instead of a copy on the device too.
+        # OptimizerConfig refuses these arguments without Transformer Engine, so they are set afterwards. The optimizer
+        # on the host needs only their effect: float32 weights exist on the host alone, without a copy on the device.
         config.use_precision_aware_optimizer = True
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         config.store_param_remainders = False
@@ -157,7 +162,10 @@ def _optimizer_config(section: TrainerSettings, dtype: torch.dtype) -> Optimizer
 
 
 def _without_decay(ddp: Any) -> dict[ParamKey, ParamGroupOverride]:
-    """Return Megatron's overrides that take the decay from norms and biases: its own rule counts dimensions."""
+    """Return Megatron's overrides that exempt norms and biases from weight decay.
+
+    They replace Megatron's own rule, which exempts parameters by their number of dimensions.
+    """
     names = decayed_names(ddp.module)
     decayed = {id(parameter) for name, parameter in ddp.module.named_parameters() if name in names}
     undecayed = ParamPredicate(name="undecayed", fn=lambda parameter: id(parameter) not in decayed)
@@ -165,7 +173,7 @@ def _without_decay(ddp: Any) -> dict[ParamKey, ParamGroupOverride]:
 
 
 def _make_state(optimizer: Any) -> None:
-    """Give every parameter its state, and AdamW its one fused kernel."""
+    """Create the AdamW state of every parameter, all 0, and select torch's fused AdamW kernel."""
     adamws = optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
     for adamw in adamws:
         for group in adamw.param_groups:
@@ -173,8 +181,8 @@ def _make_state(optimizer: Any) -> None:
             group["foreach"] = False
             for main in group["params"]:
                 if main.device.type == "cpu" and torch.cuda.is_available():
-                    # Megatron pins a tensor and replaces it a line later. Copies from pageable memory run at half the
-                    # speed.
+                    # Megatron pins its host copy, but then replaces it with an unpinned float32 copy. Transfers from
+                    # unpinned memory run at half the speed.
                     main.data = main.data.pin_memory()
                 step = torch.zeros((), dtype=torch.float32, device=main.device)
                 adamw.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}

@@ -1,4 +1,4 @@
-"""Input and output of a rank's stage: its part of a pack, and log-probs from the last stage's hidden states."""
+"""Input and output of a rank's pipeline stage: its part of a pack, and log-probs from the last hidden states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +21,25 @@ from rlctl.training.packing import Packed
 
 @dataclass(frozen=True)
 class Inputs:
-    """This rank's part of a pack: its tokens from `first` on."""
+    """This rank's t tokens of a pack, which begin at row `first` of the pack."""
 
     # int64 [t].
     tokens: Tensor
+    # int64 [t]: position of each token in its sequence, from 0.
     positions: Tensor
     first: int
+    # Description of the whole pack, for attention.
     pack: Pack
 
 
 class PackSlicer:
-    """Cuts packs for rank `rank` of `ranks` context-parallel ones, filled up to a size that ranks can share."""
+    """Cuts out the part of each pack that context-parallel rank `rank` of `ranks` computes.
+
+    A pack is first padded, so that all ranks get equally many tokens.
+    """
 
     def __init__(self, rotary: Any, dtype: torch.dtype, multiple: int, rank: int, ranks: int) -> None:
-        """multiple: divides the number of tokens. rotary: transformers' own module, with every scaling it knows."""
+        """rotary: transformers' rotary embedding of the model. multiple: the padded size is a multiple of this."""
         self._rotary = rotary
         self._dtype = dtype
         self._multiple = multiple
@@ -42,12 +47,12 @@ class PackSlicer:
         self._ranks = ranks
 
     def __call__(self, packed: Packed) -> Inputs:
-        """Return this rank's part. Filler tokens are one more sequence, which no loss reads."""
+        """Return this rank's part of the pack. Padding tokens form one more sequence, which no loss reads."""
         tokens = packed.tokens
         positions = packed.positions
         cu_seqlens = packed.cu_seqlens
-        # At least two tokens a rank, as the pack of a rank without work has two in total. torch.compile takes a size of
-        # one for a constant, and would compile again while other ranks wait.
+        # Each rank gets at least two tokens. A rank without sequences has a pack of two tokens, which may be one token
+        # on each rank: torch.compile treats a size of one as a constant, and would recompile while other ranks wait.
         filler = max(-len(tokens) % self._multiple, 2 * self._multiple - len(tokens))
         if filler:
             tokens = torch.cat((tokens, tokens.new_zeros(filler)))
@@ -64,7 +69,11 @@ class PackSlicer:
 
 
 class Head:
-    """Log-probs and entropy under the tempered policy: a rank has part of the tokens and words, and all the result."""
+    """Computes log-probs and entropy from the last stage's hidden states, at the sampling temperature.
+
+    With tensor parallelism a rank has the logits of a part of the vocabulary, with context parallelism only some tokens
+    of the pack. Every rank gets the whole result.
+    """
 
     def __init__(self, policy: MegatronPolicy, section: TrainerSettings, temperature: float) -> None:
         self._policy = policy
@@ -73,16 +82,18 @@ class Head:
         self._context = parallel_state.get_context_parallel_group()
 
     def __call__(self, hidden: Tensor, inputs: Inputs, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropy, float32 [T], 0 except at `rows`; equal on all ranks of the stage.
+        """Return the log-probs and the entropy, both float32 [T], at `rows` of the pack and 0 elsewhere.
 
-        hidden: [t or its sequence part, 1, hidden], of this rank's tokens. rows: int64, none its sequence's first.
+        All ranks of the stage get equal results. hidden: [t, 1, hidden] of this rank's tokens; with sequence
+        parallelism only its share of the t rows. rows: int64 rows of the pack, without first tokens of sequences.
         """
+        # Row i's log-prob comes from the hidden state of row i - 1, so a rank computes the rows after its own tokens.
         rank_rows = rows[(rows > inputs.first) & (rows <= inputs.first + len(inputs.tokens))]
-        # Reshaped before the collective and not after: Megatron loses the sum of a gradient that is not contiguous.
+        # The reshape must come before the collective, because Megatron does not sum a gradient that is not contiguous.
         flat = hidden.reshape(-1, hidden.shape[-1])
         weight = self._policy.head()
         sequence_parallel = self._policy.config.sequence_parallel
-        # [t, hidden]; its gradient is summed over the tensor-parallel ranks.
+        # [t, hidden]. In the backward pass its gradient is summed over the tensor-parallel ranks.
         collect = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         whole_hidden: Tensor = collect(flat)
         split = None
@@ -102,7 +113,10 @@ class Head:
         return self._place_rows(log_probs, packed, rank_rows), self._place_rows(entropy, packed, rank_rows)
 
     def _place_rows(self, numbers: Tensor, packed: Packed, rows: Tensor) -> Tensor:
-        """Return all ranks' numbers, each at its row of the pack. A rank gets the gradient of its rows alone."""
+        """Return float32 [T]: `numbers` at `rows`, summed over context-parallel ranks, each of which has other rows.
+
+        A rank's gradient covers only its rows.
+        """
         rank_numbers = numbers.new_zeros(len(packed.tokens)).index_copy(0, rows, numbers)
         all_numbers: Tensor = reduce_from_tensor_model_parallel_region(rank_numbers, group=self._context)
         return all_numbers

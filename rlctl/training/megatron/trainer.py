@@ -1,9 +1,10 @@
-"""One rank of the Megatron-core trainer, over tensor, pipeline, context, expert and data ranks.
+"""One rank of the Megatron-core trainer, with tensor, pipeline, context, expert and data parallelism.
 
-The last pipeline stage computes the loss. Its tensor- and context-parallel ranks get equal values; each differentiates
-its own part, and one counts the output. Gradients are added up over data- and context-parallel ranks when the update
-ends. Megatron can overlap that reduction with the backward pass of a schedule's last micro-batch. The overlap stays
-off, because no part of an update knows if it is the last.
+The last pipeline stage computes the loss. Its tensor- and context-parallel ranks all get equal values of the loss. Each
+rank computes the gradient of its part, and only the first rank counts the metrics. Gradients are summed over data- and
+context-parallel ranks once, at the end of an update. Megatron can overlap this reduction with the backward pass of the
+last micro-batch of a schedule. The overlap is off, because an update may consist of several schedules, and a schedule
+does not know if it is the last.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,14 +38,15 @@ from rlctl.training.rank_checkpoint import TensorShard
 from rlctl.training.spec import TrainerSpec
 from rlctl.training.update import MetricAccumulator
 
-# (log-probs, entropy, their pack, true if the pack holds a sequence) -> loss and the output to collect.
+# (log-probs, entropy, the pack, true if the pack contains a sequence) -> loss, and an output that the pass returns.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]
 
 
 class MegatronTrainer(TrainerRank):
-    """This rank's stage of the policy and its optimizer.
+    """This rank's pipeline stage of the policy, with its optimizer.
 
-    Ranks count tensor-parallel ones first, then context, data, pipeline.
+    Consecutive rank numbers are tensor-parallel ranks of one group. Context, data and pipeline groups follow in this
+    order.
     """
 
     saves_live_tensors = False
@@ -52,7 +54,7 @@ class MegatronTrainer(TrainerRank):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process groups and load the model.
 
-        Raises ValueError, also for an optimizer on the host without bfloat16.
+        Raises ValueError for a model that Megatron does not train, and for an optimizer on the host without bfloat16.
         """
         config = spec.config
         megatron = megatron_of(config)
@@ -68,17 +70,18 @@ class MegatronTrainer(TrainerRank):
         self._parameters = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._lm.config, self._table)
         for name, parameter in self._parameters.items():
-            # Megatron sets this mark only where it draws weights at random. The gradient norm counts unmarked weights
-            # once.
+            # Megatron sets this mark only when it initializes weights at random. In the gradient norm it counts
+            # unmarked parameters on the first tensor-parallel rank only.
             parameter.tensor_model_parallel = not self._mapping.is_replicated(name)  # type: ignore[attr-defined]
         self._read_shaped(self._folder, self._live_weights())
-        # One reduction at the end of the update. With `calculate_per_token_loss` gradients, those of experts too, are
-        # scaled by 1 before it.
+        # Gradients are reduced once, at the end of the update. Because of `calculate_per_token_loss` Megatron does not
+        # scale gradients before, also not those of experts.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self._ddp = DistributedDataParallel(self._policy.config, reduction, self._policy)
         table = residency(config, shared=config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"gradients": gradients(self._ddp)})
-        # Before there is optimizer state, so that an engine on this device can start within its forecast.
+        # Free device memory before the optimizer state is allocated. An engine that starts on this device then finds
+        # the free memory that preflight forecast.
         self.rest()
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
@@ -100,7 +103,7 @@ class MegatronTrainer(TrainerRank):
             mirrored=self._exporter.mirrored,
             at_hand=self._state.at_hand,
         )
-        # Engines start meanwhile, or measure the free memory before the first step.
+        # Free device memory again: engines start now, or measure the free memory before the first step.
         self.rest()
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -119,7 +122,7 @@ class MegatronTrainer(TrainerRank):
 
         outputs = self._pass_stages(micro_batches, collect_log_probs, lambda packed: packed.positions, backward=False)
         lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
-        # The last stage has the log-probs of all micro-batches.
+        # The last stage has the log-probs of all micro-batches and sends them to the other stages.
         column = torch.cat(outputs) if outputs else torch.empty(sum(map(sum, lengths)), device=self._device)
         if megatron_of(self._config).pipeline_model_parallel_size > 1:
             source = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -148,12 +151,12 @@ class MegatronTrainer(TrainerRank):
             if has_sequence:
                 output = loss(token_batch(packed, log_probs, entropy))
             else:
-                # 0 with a gradient, so that the collectives still run.
+                # A loss of 0 that depends on the weights, so that this rank joins the collectives of the backward pass.
                 output = LossOutput(log_probs.sum() + entropy.sum())
             return output.loss, output
 
         outputs = self._pass_stages(micro_batches, compute_loss, lambda packed: packed.mask, backward=backward)
-        # The ranks of the last stage have equal outputs, and one rank counts.
+        # Tensor- and context-parallel ranks have equal outputs, so only the first rank counts the metrics.
         if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
             for output in outputs:
                 metrics.add(output)
@@ -161,10 +164,9 @@ class MegatronTrainer(TrainerRank):
     def _pass_stages(
         self, micro_batches: list[MicroBatch], finish: Finish, marks: Callable[[Packed], Tensor], *, backward: bool
     ) -> list[Any]:
-        """Pass every micro-batch through all stages. Return the outputs of `finish` on the last stage, an empty list on
-        other stages.
+        """Run every micro-batch through all pipeline stages. Return `finish`'s outputs, empty except on the last stage.
 
-        marks: returns a number for each token [T]. Log-probs are computed of the tokens whose number is not 0.
+        marks: returns one number for each token of a pack, [T]. Log-probs are computed where the number is not 0.
         """
         self._ddp.train(backward)
         packs = ((pack(batch, self._device), bool(batch)) for batch in micro_batches)
@@ -176,8 +178,8 @@ class MegatronTrainer(TrainerRank):
             def finish_pass(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
                 log_probs, entropy = self._head(hidden, inputs, packed, marks(packed).nonzero()[:, 0])
                 loss, output = finish(log_probs, entropy, packed, has_sequence)
-                # Three, of which the second would count tokens: with two, Megatron scales the loss by context-parallel
-                # size and micro-batches.
+                # The form of Megatron for a loss that is summed over tokens; the second value is a count of tokens and
+                # is not used. For a pair Megatron would scale the loss by context-parallel size and micro-batches.
                 return loss, torch.zeros((), dtype=torch.int), output
 
             return model(inputs.tokens, inputs.positions, inputs.pack), finish_pass
@@ -197,7 +199,7 @@ class MegatronTrainer(TrainerRank):
         self._optimizer.zero_grad()
 
     def _reduce_gradients(self) -> None:
-        # Without a number of tokens, which Megatron would divide by.
+        # None as the number of tokens, by which Megatron would otherwise divide the gradients.
         finalize_model_grads([self._ddp], None)
 
     def _clip(self, loss: Tensor, normalizer: float) -> float:
@@ -212,7 +214,7 @@ class MegatronTrainer(TrainerRank):
         self._optimizer.rehearse(loss)
 
     def _shards(self) -> list[Shard]:
-        # Heads of q, k and v lie apart, by groups, and so are several shards of a tensor.
+        # A Hugging Face tensor may have several shards. For example, the q heads lie apart in Megatron's fused matrix.
         shards = []
         for name, parameter in self._parameters.items():
             for part in self._mapping.parts(name, parameter.detach()):
@@ -229,13 +231,17 @@ class MegatronTrainer(TrainerRank):
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _read_shaped(self, folder: Path, weights: dict[str, Tensor]) -> None:
-        """Fill tensors that are shaped like the parameters from a Hugging Face folder."""
+        """Fill `weights` from a Hugging Face folder. weights: parameter name -> tensor of the parameter's shape."""
         files = hf_folder.WeightFiles(folder)
         for name, tensor in weights.items():
             read_parts(self._mapping.parts(name, tensor), files.part)
 
     def _read_mains(self) -> None:
-        """Read the float32 weights that are updated from a folder of float32: Megatron makes them of rounded ones."""
+        """Read the optimizer's main weights from a float32 folder, unrounded.
+
+        Megatron creates main weights from the parameters, which are rounded to the compute dtype. Does nothing if the
+        compute dtype is float32, or the folder is not.
+        """
         files = hf_folder.WeightFiles(self._folder)
         if self._dtype == torch.float32 or files.dtype(self._table.sent_rows[0].name) != torch.float32:
             return
