@@ -6,7 +6,7 @@ all other logits again. Softmax is always in float32.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlctl.models.layer_kinds import LogitTransform
-from rlctl.training.packing import compile_for_packs
+from rlctl.training.logits import (
+    HeadGradients,
+    Tempering,
+    compile_for_chunks,
+    multiply_head,
+    temper_logits,
+    transform_logits,
+    untemper_gradient,
+)
 
 _IDENTITY = LogitTransform()
 
@@ -62,43 +70,13 @@ def chunked_log_probs(
     return log_probs, entropy
 
 
-# Temperature, and the scale and softcap of the logits' transform.
-_Tempering = tuple[float, float, float | None]
-
-
-# Rows of a weight that are converted at a time.
-_ROWS = 1 << 13
-
-
-def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return hidden @ weight.T + bias, in float32 where `hidden` alone is: the whole weight need not fit twice."""
-    if hidden.dtype == weight.dtype:
-        return F.linear(hidden, weight, bias)
-    logits = torch.cat([F.linear(hidden, rows.to(hidden.dtype)) for rows in torch.split(weight, _ROWS)], -1)
-    return logits if bias is None else logits + bias
-
-
-def _transform_logits(logits: Tensor, tempering: _Tempering) -> Tensor:
-    """Return the transform of logits, float32, perhaps in their own memory."""
-    _, scale, softcap = tempering
-    logits = logits.float()
-    if scale != 1.0:
-        logits = logits * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _temper_logits(logits: Tensor, tempering: _Tempering) -> Tensor:
-    """Return the transform of logits over the temperature: float32, memory of its own."""
-    return _transform_logits(logits, tempering) / tempering[0]
-
-
-def _chunk_forward(logits: Tensor, targets: Tensor, tempering: _Tempering) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_forward(logits: Tensor, targets: Tensor, tempering: Tempering) -> tuple[Tensor, Tensor, Tensor]:
     """Return a chunk's log-probs and entropy, float32 [rows] each, and its normalizer, float32 [rows, 2].
 
     The normalizer is the largest logit, and the log of the sum of exp(logit - largest). Added up the two would cost
     digits where p is near 1.
     """
-    scaled = _temper_logits(logits, tempering)
+    scaled = temper_logits(logits, tempering)
     peak = scaled.amax(-1)
     # In place: `scaled` is not read again.
     below_peak = scaled.sub_(peak[:, None])
@@ -112,15 +90,15 @@ def _chunk_forward(logits: Tensor, targets: Tensor, tempering: _Tempering) -> tu
 
 
 def _forward_split(
-    logits: Tensor, targets: Tensor, tempering: _Tempering, group: dist.ProcessGroup, compiled: bool
+    logits: Tensor, targets: Tensor, tempering: Tempering, group: dist.ProcessGroup, compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `_chunk_forward` where each rank of `group` has some columns of the logits.
 
     targets: counted from this rank's first column.
     """
-    peak = _temper_logits(logits.amax(-1), tempering)
+    peak = temper_logits(logits.amax(-1), tempering)
     dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    sum_columns = _compile_for_chunks(_sum_columns) if compiled else _sum_columns
+    sum_columns = compile_for_chunks(_sum_columns) if compiled else _sum_columns
     sums = sum_columns(logits, targets, tempering, peak)
     dist.all_reduce(sums, group=group)
     total, target_below_peak, weighted = sums
@@ -128,9 +106,9 @@ def _forward_split(
     return target_below_peak - log_sum, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
 
 
-def _sum_columns(logits: Tensor, targets: Tensor, tempering: _Tempering, peak: Tensor) -> Tensor:
+def _sum_columns(logits: Tensor, targets: Tensor, tempering: Tempering, peak: Tensor) -> Tensor:
     """Return float32 [3, rows], with z = logit - peak: sums over these columns of exp(z), the target's z, z exp(z)."""
-    below_peak = _temper_logits(logits, tempering).sub_(peak[:, None])
+    below_peak = temper_logits(logits, tempering).sub_(peak[:, None])
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     exp = below_peak.exp()
     target_below_peak = torch.where(is_target, below_peak, 0.0).sum(-1)
@@ -140,7 +118,7 @@ def _sum_columns(logits: Tensor, targets: Tensor, tempering: _Tempering, peak: T
 def _backward(
     logits: Tensor,
     targets: Tensor,
-    tempering: _Tempering,
+    tempering: Tempering,
     normalizer: Tensor,
     entropy: Tensor,
     grad_log_probs: Tensor | None,
@@ -149,9 +127,8 @@ def _backward(
     """Return the gradient of a chunk's logits: [rows, vocab], the logits' dtype."""
     peak = normalizer[:, :1]
     log_sum = normalizer[:, 1:]
-    temperature, scale, softcap = tempering
-    transformed = _transform_logits(logits, tempering)
-    log_p = (transformed / temperature).sub_(peak).sub_(log_sum)
+    transformed = transform_logits(logits, tempering)
+    log_p = (transformed / tempering[0]).sub_(peak).sub_(log_sum)
     p = log_p.exp()
     grad = torch.zeros((), device=logits.device)
     if grad_entropy is not None:
@@ -160,50 +137,7 @@ def _backward(
         # A comparison, because a scatter would prevent the fusion of all passes over the logits into one.
         is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
         grad = grad + p.neg_().add_(is_target).mul_(grad_log_probs[:, None])
-    if softcap is not None:
-        grad = grad * (1 - (transformed / softcap).square())
-    if scale != 1.0:
-        grad = grad * scale
-    return grad.div_(temperature).to(logits.dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, float32; on a GPU within the product, which then rounds nothing."""
-    if total.is_cuda and left.dtype == torch.bfloat16 and _adds_in_product(total.device):
-        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
-    else:
-        total += left @ right
-
-
-@cache
-def _adds_in_product(device: torch.device) -> bool:
-    """Return True if this torch adds a product of bfloat16 to float32 numbers on the device."""
-    total = torch.ones(16, 16, device=device)
-    part = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-    try:
-        torch.ops.aten.addmm.dtype_out(total, part.T, part, torch.float32, out=total)
-    except (RuntimeError, AttributeError):
-        return False
-    return bool((total == 17).all())
-
-
-@cache
-def _compile_for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The last chunk of every pack has another size.
-    fused = compile_for_packs(function)
-
-    def run_on_chunk(logits: Tensor, *arguments: Any) -> Any:
-        # torch.compile treats a size of 1 as a constant, and would compile again for 10 s for a single row.
-        if len(logits) == 1:
-            return function(logits, *arguments)
-        # A constant, so that no division by an unknown size finds the place of a logit.
-        torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
-        # Copies, because for a view torch.compile reads the size of the whole tensor, and would compile again for 10 s
-        # for the first pack of one chunk, and for the first pack of several chunks.
-        copies = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
-        return fused(logits, *copies)
-
-    return run_on_chunk
+    return untemper_gradient(grad, transformed, tempering).to(logits.dtype)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -214,13 +148,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        tempering: _Tempering,
+        tempering: Tempering,
         chunk: int,
         compiled: bool,
         split: Split | None,
         kept_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        compute: Callable[..., Any] = _compile_for_chunks(_chunk_forward) if compiled else _chunk_forward
+        compute: Callable[..., Any] = compile_for_chunks(_chunk_forward) if compiled else _chunk_forward
         if split:
             targets = targets - split.first
             compute = partial(_forward_split, group=split.group, compiled=compiled)
@@ -231,7 +165,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx.kept_logits = {}
         for first_row in range(0, len(hidden), chunk):
             rows = slice(first_row, first_row + chunk)
-            logits = _product(hidden[rows], weight, bias)
+            logits = multiply_head(hidden[rows], weight, bias)
             log_probs[rows], entropy[rows], normalizer[rows] = compute(logits, targets[rows], tempering)
             if len(hidden) - first_row <= kept_rows:
                 ctx.kept_logits[first_row] = logits
@@ -247,12 +181,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, bias, targets, entropy, normalizer = ctx.saved_tensors
-        compute = _compile_for_chunks(_backward) if ctx.compiled else _backward
-        grad_hidden = torch.empty_like(hidden)
-        # Skip the gradients of a frozen head, which would cost a product, and memory for float32 numbers.
-        _, needs_grad_weight, needs_grad_bias, *_ = ctx.needs_input_grad
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_grad_bias else None
+        compute = compile_for_chunks(_backward) if ctx.compiled else _backward
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        gradients = HeadGradients(hidden, weight, bias, (needs_weight, needs_bias))
         for first_row in reversed(range(0, len(hidden), ctx.chunk)):
             rows = slice(first_row, first_row + ctx.chunk)
             if first_row in ctx.kept_logits:
@@ -269,15 +200,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[rows],
             )
             del logits
-            grad_hidden[rows] = grad @ weight
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden[rows])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
+            gradients.add(rows, grad)
             del grad
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(weight.dtype)
         # No gradient for targets and the settings.
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return *gradients.read(), None, None, None, None, None, None
