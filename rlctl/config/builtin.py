@@ -1,4 +1,4 @@
-"""The files that come with rlctl: configs/ with all defaults, recipes/, examples/; and the file of a name."""
+"""Files shipped with rlctl (configs/ with all defaults, recipes/, examples/), and the lookup of a recipe by name."""
 
 import os
 from collections.abc import Iterable
@@ -10,33 +10,33 @@ from rlctl.config.run_weights import run_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "share"
-# A wheel carries the folders inside the package; a checkout has them next to the package.
+# A wheel has these folders inside the package, a checkout next to the package.
 _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 CONFIGS = _ROOT / "configs"
 RECIPES = _ROOT / "recipes"
-# Losses, advantages and the like by the name of a paper: keys to put over any recipe.
+# Files named after papers. Each sets the keys of the paper's algorithm, to be merged over any recipe.
 ALGORITHMS = RECIPES / "algorithms"
 EXAMPLES = _ROOT / "examples"
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes, as `rlctl train grpo NAME` takes them."""
+    """Return the names of the shipped recipes, for `rlctl train grpo NAME`."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def algorithm_names() -> list[str]:
-    """Return the names of the shipped algorithms; a recipe takes one by `defaults: [..., algorithms/NAME]`."""
+    """Return the names of the shipped algorithms. A recipe inherits one by `defaults: [..., algorithms/NAME]`."""
     return sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
 
 
 def example_names() -> list[str]:
-    """Return the names of the shipped examples, each a folder with a page."""
+    """Return the names of the shipped examples. Each is a folder with a README.md."""
     return sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 
 
 def runs_folder(overrides: Iterable[str] = ()) -> Path:
-    """Return the folder in which a run is looked up by its name: `run.dir` of the overrides, or its default."""
+    """Return the folder in which runs are found by name: `run.dir` in the overrides, or its default."""
     folders = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
     return Path(folders[-1]) if folders else _default_runs_folder()
 
@@ -49,7 +49,7 @@ def _default_runs_folder() -> Path:
 
 
 def find_recipe(recipe: str) -> Path:
-    """Return the file that a person means: a path, a run's directory, a shipped recipe's name or a run's."""
+    """Return the file for `recipe`: a path, a run's directory, or the name of a shipped recipe or a run."""
     path = Path(os.path.expanduser(recipe))
     if os.path.isfile(path / "config.yaml"):
         path /= "config.yaml"
@@ -65,18 +65,18 @@ def find_recipe(recipe: str) -> Path:
 
 
 def find(name: str, near: Path, other_than: Path | None = None) -> Path | None:
-    """Return `name`, with or without .yaml, in folder `near`, else among the shipped recipes, else shipped configs.
+    """Return the file `name`, with or without .yaml, in the folder `near`, the shipped recipes or the shipped configs.
 
-    other_than: a file to leave out, since a recipe may have the name of its parent.
+    other_than: a file to skip, since a recipe may have the name of the file that it inherits.
     """
     for folder in (near, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
-            # Path.is_file raises for an impossible name.
+            # Path.is_file would raise for an impossible name.
             if os.path.isfile(candidate) and candidate.resolve() != other_than:
                 return candidate.resolve()
     return None
 
 
 def is_shipped(path: Path) -> bool:
-    """Return True if a file is part of rlctl rather than the user's own."""
+    """Return True if a file is in rlctl's shipped configs or recipes."""
     return path.is_relative_to(CONFIGS) or path.is_relative_to(RECIPES)

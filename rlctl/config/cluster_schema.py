@@ -1,4 +1,4 @@
-"""The config of a cluster: one dataclass a kind, with the keys of `configs/cluster/*.yaml`."""
+"""Schema of a cluster's config: one dataclass for each kind, with the keys of `configs/cluster/*.yaml`."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -12,7 +12,7 @@ _OTHER_PORTS = "[first, last]: the range of every other port that Ray listens on
 
 @dataclass
 class CommonCluster:
-    """The keys that clusters of hosts share."""
+    """Keys of every cluster whose nodes are hosts."""
 
     name: str | None = spec("The name of the cluster in other commands. null is the file's name.")
     num_cpus: int | None = spec("The CPUs that Ray gives out on each node. null is all cores.", ge=1)
@@ -128,5 +128,5 @@ CLUSTER_KINDS: dict[str, type[Any]] = {
     "slurm": SlurmCluster,
     "kubernetes": KubernetesCluster,
 }
-# Ports of a node besides the head's two: Ray's own, the rest for workers.
+# Ray's own ports on each node. The other ports of `other_ports` are for workers.
 OWN_PORTS = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc", "dashboard-agent-listen")

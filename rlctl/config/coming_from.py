@@ -1,4 +1,4 @@
-"""The page `configs/COMING_FROM.md`: the keys of other tools and their equals, from the rows that errors know."""
+"""Generator of the page `configs/COMING_FROM.md`: keys of other tools and their equals in rlctl."""
 
 from rlctl.config.peer_keys import PeerKey, rows_of_tool
 
@@ -12,7 +12,7 @@ same rows. An empty second column is a feature that rlctl does not have, and the
 an equal is translated. Each other line stays as a comment with the reason, and `TODO` asks for a decision.
 [README.md](README.md) has every key of rlctl.
 """
-# Tool -> paragraph on its differences in kind.
+# Tool -> paragraph on how it differs from rlctl.
 _DIFFERENCES = {
     "TRL": """A script of TRL builds a trainer in Python. Here a recipe names model, data, rewards and settings, and
 `rlctl.train` runs it from Python ([rlctl/api](../rlctl/api/README.md)). TRL counts completions in a batch;
@@ -52,7 +52,7 @@ def coming_from_page() -> str:
 
 
 def _table_row(row: PeerKey) -> str:
-    """Return the row of a table. Pipes of a remark are escaped."""
+    """Return the Markdown table row for one key."""
     joint = " or " if " or " in row.rlctl_key else ", "
     rlctl_keys = joint.join(f"`{key}`" for key in row.rlctl_keys)
     remark = row.note.replace("|", "\\|")

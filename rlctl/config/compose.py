@@ -1,10 +1,10 @@
-"""From a recipe and `key=value` overrides to one tree of values, each with its origin.
+"""Composition of a recipe and `key=value` overrides into one tree of values, each with its origin.
 
-Order, the later winning: the files of `defaults:` from left to right (each after its own `defaults:`), the file itself,
-the overrides. Mappings merge, everything else is replaced. `section: null` brings back the defaults of a section. Then
-`${other.key}` is filled in.
+The order is: the files of `defaults:` from left to right (each after its own `defaults:`), the file itself, then the
+overrides. A later value replaces an earlier one; mappings merge. `section: null` restores the defaults of a section. At
+the end each `${other.key}` is replaced by its value.
 
-A section or an entry with a `name` takes its defaults by this name, see `NAMED`.
+A section or list entry with a `name` has defaults that depend on the name, see `NAMED`.
 """
 
 import os
@@ -32,9 +32,10 @@ from rlctl.config.provenance import (
 from rlctl.config.schema import KINDS
 
 _RECIPE_PATH = RECIPE.split(".")
-# Key -> file of defaults in configs/: `all` for every name, and a section for each name with further keys.
+# Key of a section with a `name` -> its file of defaults in configs/. The file has a section `all`, and a section for
+# each name that has more keys.
 NAMED_SECTIONS = {"grpo.loss": "loss", "grpo.advantage": "advantage", "generation.engine": "engine"}
-# The same for lists, and for sections whose keys are free names.
+# The same for lists of such sections, and for mappings with any keys.
 _NAMED_ENTRIES = {
     "rewards": "reward",
     "telemetry.trackers": "tracker",
@@ -42,19 +43,19 @@ _NAMED_ENTRIES = {
     "data.train.sources": "source",
 }
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
-# Sections that a run may lack -> the file of their defaults.
+# Key of a section that may be null -> its file of defaults.
 OPTIONAL_SECTIONS = {"lora": "lora", "teacher": "teacher", "grpo.loss.distillation": "distillation"}
-# Sections whose keys are free names -> the file of defaults of each entry.
+# Key of a mapping with any keys -> file of defaults of each value.
 _ENTRIES = {"teachers": "teacher"}
-# Sections without further defaults that may be written as a bare name too.
+# Sections without a file of defaults that may also be written as a bare name.
 _NAME_SECTIONS = ("agent",)
 
 
 def compose(recipe: Path, overrides: list[str], within: str = "", added: Sequence[str] = ()) -> ConfigNode:
-    """Return the merged tree of the file `recipe`, its references filled in.
+    """Return the merged tree of the file `recipe` and the overrides, with references filled in.
 
-    within: dotted key of a whole config inside the file; return this one. added: overrides of a command, which come
-    before the typed ones. Raises ConfigError: a parent not found, unreadable YAML, a malformed override or reference.
+    within: dotted key of a whole config inside the file; that config is returned. added: overrides that a command adds
+    before the user's. Raises ConfigError for a missing parent, unreadable YAML, or a malformed override or reference.
     """
     override_origins = [Origin(text=text) for text in added]
     override_origins += [Origin(override=number, text=text) for number, text in enumerate(overrides, start=1)]
@@ -67,21 +68,21 @@ def compose(recipe: Path, overrides: list[str], within: str = "", added: Sequenc
     recipe_node = node_at(root, _RECIPE_PATH)
     if recipe_node is None or not isinstance(recipe_node.value, dict):
         return interpolate(root)
-    # A reference names a key of the config that it was written in.
+    # A reference in the recipe names a key of the recipe, not of the outer config.
     root = interpolate(put(root, _RECIPE_PATH, ConfigNode(None, recipe_node.origin)))
     return put(root, _RECIPE_PATH, interpolate(recipe_node))
 
 
 @cache
 def defaults_of(kind: str, name: str) -> ConfigNode:
-    """Return the defaults for this `name` in the file of a `kind`, such as "loss"."""
+    """Return the defaults for `name` from configs/KIND.yaml, for example kind "loss" and name "gspo"."""
     root = read_file(CONFIGS / f"{kind}.yaml")
     assert isinstance(root.value, dict)
     return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
 
 
 def _add_defaults(root: ConfigNode) -> ConfigNode:
-    """Return the tree with every named section and entry over its defaults. A bare name is `{name: ...}`."""
+    """Return the tree with every named section or entry merged over its defaults. A bare name becomes `{name: ...}`."""
     recipe = node_at(root, _RECIPE_PATH)
     if recipe is not None and isinstance(recipe.value, dict):
         root = put(root, _RECIPE_PATH, _add_defaults(recipe))
@@ -128,9 +129,11 @@ def _expand_bare_name(section: ConfigNode) -> ConfigNode:
 
 
 def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
-    """Return `merge`, where a section that names another loss, advantage or engine than before loses its earlier keys.
+    """Return `base` merged with `over`. A section of `over` with another loss, advantage or engine replaces that of
+    `base`.
 
-    A key of the earlier loss may mean something else in the new one. The new `name` has a note of the left-out keys.
+    The earlier keys are dropped, because they may mean something else in the new loss. A note at the new `name` lists
+    them.
     """
     for key in _NAME_SECTIONS:
         if (section := node_at(over, [key])) is not None:
@@ -153,7 +156,7 @@ def _merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
 
 
 def _left_out_note(section: ConfigNode, path: str) -> str | None:
-    """Return a note of the keys of a section that were not its defaults; None if all were."""
+    """Return a note with the keys of a dropped section that were no defaults; None if all were."""
     origins = {key: node.origin for key, node in leaves(section) if key != "name"}
     default_files = [CONFIGS / f"{kind}.yaml" for kind in NAMED_SECTIONS.values()]
     left_out = [f"{path}.{key} ({origin})" for key, origin in origins.items() if origin.file not in default_files]
@@ -164,7 +167,9 @@ def _left_out_note(section: ConfigNode, path: str) -> str | None:
 
 
 def _load_validation_recipe(root: ConfigNode) -> ConfigNode:
-    """Return the tree with the recipe that validates an SFT run in place of the recipe's name. Raises ConfigError."""
+    """Return the tree with `validation.recipe`, a name or file, replaced by the contents of that recipe. Raises
+    ConfigError.
+    """
     node = node_at(root, _RECIPE_PATH)
     kind = node_at(root, ["kind"])
     if node is None or node.value is None or kind is None or kind.value != "sft":
@@ -187,7 +192,9 @@ def _load_validation_recipe(root: ConfigNode) -> ConfigNode:
 
 
 def _inherit(path: Path, heirs: tuple[Path, ...], roots: dict[Path, ConfigNode]) -> ConfigNode:
-    """Read a file over its parents. heirs: the files that inherit from it. roots: trees of the files already read."""
+    """Return the tree of a file merged over its parents. heirs: files that inherit from it. roots: cache of trees by
+    file.
+    """
     if path in roots:
         return roots[path]
     root = read_file(path)
@@ -197,7 +204,7 @@ def _inherit(path: Path, heirs: tuple[Path, ...], roots: dict[Path, ConfigNode])
     for name_node in _parent_names(root.value.get("defaults")):
         name = str(name_node.value)
         where = str(name_node.origin)
-        # A user's recipe may be named sft.yaml and inherit the shipped one of that name.
+        # A user's recipe may be named sft.yaml and inherit the shipped sft.yaml.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
             files = [*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml")]
@@ -212,7 +219,9 @@ def _inherit(path: Path, heirs: tuple[Path, ...], roots: dict[Path, ConfigNode])
 
 
 def _restore_null_sections(root: ConfigNode) -> ConfigNode:
-    """Return the tree with its defaults in each section that is null. Nothing inherited is left of the section."""
+    """Return the tree with each section that is null replaced by its defaults. Inherited values of the section are
+    dropped.
+    """
     kind = node_at(root, ["kind"])
     if kind is None or not isinstance(kind.value, str) or kind.value not in KINDS:
         return root
@@ -230,7 +239,7 @@ def _restore_null_sections(root: ConfigNode) -> ConfigNode:
 
 @cache
 def _section_paths(kind: str) -> list[list[str]]:
-    """Return the paths of the sections that every config of this kind has."""
+    """Return the paths of the sections that every config of this kind must have."""
     sections = {key: field.type for key, field in schema_keys(KINDS[kind]) if is_section(field)}
     return [key.split(".") for key, hint in sections.items() if NoneType not in alternatives(hint)]
 
@@ -248,7 +257,7 @@ def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     problems = []
     overrides = list(_drop_earlier_names(overrides))
     root = _merge_names(root, overrides)
-    # The override that sets a recipe comes before those of the recipe's keys, in any order of overrides.
+    # The override of `validation.recipe` is applied before those of the recipe's keys, whatever their order.
     for origin in sorted(overrides, key=lambda override: not override.text.startswith(f"{RECIPE}=")):
         key, equals, value = origin.text.partition("=")
         recipe = node_at(root, _RECIPE_PATH)
@@ -272,7 +281,7 @@ def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
 
 
 def describe_repeats(overrides: Sequence[str]) -> list[str]:
-    """Return a line for each override that takes the place of an earlier one, or of a part of it."""
+    """Return a line for each override that replaces an earlier override or a part of one."""
     lines = []
     earlier = list[tuple[str, dict[str, bool]]]()
     for number, text in enumerate(overrides, start=1):
@@ -286,7 +295,7 @@ def describe_repeats(overrides: Sequence[str]) -> list[str]:
 
 
 def _keys_of_override(origin: Origin) -> dict[str, bool]:
-    """Return each key that an override sets -> True if its value is null. A list is one key: it replaces the other."""
+    """Return dotted key -> True if the value is null, for each key that an override sets. A list counts as one key."""
     key, equals, value = origin.text.partition("=")
     try:
         node = read_value(value, origin)
@@ -300,29 +309,30 @@ def _keys_of_override(origin: Origin) -> dict[str, bool]:
 
 
 def _replaces(keys: Iterable[str], earlier: Mapping[str, bool]) -> bool:
-    """Return True if one of `keys` sets an earlier key, its section, or a key inside a section that was null."""
+    """Return True if one of `keys` sets an earlier key, its section, or a key inside a section that was set to null."""
     for key in keys:
         names = key.split(".")
         sections = [".".join(names[:end]) for end in range(1, len(names))]
         if key in earlier or any(earlier.get(section) for section in sections):
             return True
-        # The override that sets a recipe is applied before those of the recipe's keys, so it replaces none of them.
+        # The override of `validation.recipe` is always applied first, so it replaces no override of the recipe's keys.
         if key != RECIPE and any(earlier_key.startswith(f"{key}.") for earlier_key in earlier):
             return True
     return False
 
 
 def _override_path(key: str, node: ConfigNode) -> list[str]:
-    """Return the path that an override sets: a bare name is the `name` of a section that has one."""
+    """Return the path of keys that an override sets. `grpo.loss=gspo` sets the `name` of that section."""
     path = key.split(".")
     is_named_section = key in NAMED_SECTIONS or key in _NAME_SECTIONS
     return [*path, "name"] if is_named_section and isinstance(node.value, str) else path
 
 
 def _drop_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
-    """Yield the overrides except those that name a loss, advantage or engine where a later override names another.
+    """Yield the overrides without those of a loss, advantage or engine whose `name` a later override changes.
 
-    Keys of the earlier loss may mean nothing in the later one.
+    Such an override may also set keys of the earlier loss, as in `grpo.loss={name: gspo, ...}`, and the later loss may
+    not have these keys.
     """
     last_names = dict[str, object]()
     remaining = list[Origin]()
@@ -340,9 +350,9 @@ def _drop_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
 
 
 def _merge_names(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
-    """Return the tree with the losses, advantages and engines that the overrides name.
+    """Return the tree with the `name` overrides of losses, advantages and engines applied.
 
-    Their other keys come later, so that the order of overrides does not matter.
+    The other overrides of these sections are applied later, so that the order of overrides does not matter.
     """
     for origin in overrides:
         key, _, value = origin.text.partition("=")
@@ -353,7 +363,7 @@ def _merge_names(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
 
 
 def _put_override(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
-    """Return a copy of `node` with `value` at the path `names`; sections merge: `section={a: 1}` keeps the rest."""
+    """Return a copy of `node` with `value` at the path `names`. Sections merge: `section={a: 1}` keeps other keys."""
     if not names:
         return merge(node, value)
     name = names[0]
@@ -364,7 +374,7 @@ def _put_override(node: ConfigNode, names: list[str], value: ConfigNode, origin:
             indices = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
             raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {indices}")])
         nodes = list(node.value)
-        # An entry given whole replaces the old one: a list has no defaults to merge with.
+        # A whole list entry replaces the old entry: entries have no inherited values to merge with.
         nodes[index] = _put_override(nodes[index], inner_names, value, origin) if inner_names else value
         return ConfigNode(nodes, node.origin)
     children = node.value if isinstance(node.value, dict) else {}

@@ -1,7 +1,7 @@
-"""From a tree of values to the typed dataclasses of a schema, collecting every mistake on the way.
+"""Conversion of a tree of values to the typed dataclasses of a schema. All mistakes are collected.
 
-Conversion is strict where a guess could be wrong (`1.5` is no whole number, `1` no boolean). It is lenient where no
-guess is needed: a whole number is a number, and a number or a list is text where the key takes text.
+Conversion is strict where a guess could be wrong: `1.5` is no whole number, and `1` is no boolean. It is lenient where
+nothing is guessed: a whole number is accepted as a number, and a number as text.
 """
 
 import re
@@ -24,14 +24,14 @@ from rlctl.config.unknown_keys import KnownKeys
 
 T = TypeVar("T")
 
-# Keys of an unknown section that get a remark: a huge section takes a second, not minutes.
+# Most keys of an unknown section that are looked up. With this limit a huge section takes a second, not minutes.
 _MAX_UNKNOWN = 500
-# Unknown keys of one config that get a remark.
+# Most unknown keys of one config that are looked up.
 _MAX_HINTS = 200
 
 
 def known_keys(kind: type[Any], among: Iterable[type[Any]] = KINDS.values()) -> KnownKeys:
-    """Return the keys of the schema `kind`. among: schemas that a misplaced key may belong to."""
+    """Return the known keys for the schema `kind`. among: other schemas to which a misplaced key may belong."""
     keys_of_kind = {schema: [key for key, _ in schema_keys(schema)] for schema in among}
     all_keys = dict.fromkeys(chain.from_iterable(keys_of_kind.values()), False)
     for key in list(all_keys):
@@ -42,10 +42,10 @@ def known_keys(kind: type[Any], among: Iterable[type[Any]] = KINDS.values()) -> 
 
 
 class Converter(Generic[T]):
-    """A conversion of one tree to a `kind`. A wrong value becomes BROKEN.
+    """Converter of one tree to the dataclass `kind`. A wrong value becomes BROKEN.
 
-    recipe: the file to name when a key is missing. among: schemas that a misplaced key may belong to.
-    parents: the files that hold the defaults. away: absolute paths that this machine lacks are left as they are.
+    recipe: file to name when a key is missing. among: other schemas to which a misplaced key may belong. parents: files
+    with the defaults, for messages. away: keep absolute paths that do not exist on this machine.
     """
 
     def __init__(
@@ -61,24 +61,26 @@ class Converter(Generic[T]):
         self.parents = parents
         self.away = away
         self.problems: list[Problem] = []
-        # One line for each model that is a run or a checkpoint.
+        # One note for each model path that is a run or a checkpoint, with the folder of its weights.
         self.notes: list[str] = []
-        # Keys and sections that the config lacks.
+        # Dotted keys of missing values and sections.
         self.missing: list[str] = []
         self._runs: Path | None = None
-        # Unknown keys, each with its node.
+        # (dotted key, node) of each unknown key.
         self.unknown: list[tuple[str, ConfigNode]] = []
         self._known_keys = known_keys(kind, among)
 
     def convert(self, root: ConfigNode, key: str = "") -> T:
-        """Convert the whole config, or the section `key`; `problems` then holds every mistake in it."""
+        """Convert the whole config, or the section `key`. Afterwards `problems` has every mistake."""
         folder = node_at(root, ["run", "dir"])
         self._runs = Path(folder.value) if folder and isinstance(folder.value, str) else None
         config: T = self._convert_section([self.kind], self.kind, root, key)
         return config
 
     def _convert_section(self, kinds: list[type[Any]], kind: type[Any], node: ConfigNode, key: str) -> Any:
-        """Convert the section to a `kind`. kinds: the kinds that it may be, one for each `name`."""
+        """Convert a section to the dataclass `kind`. kinds: all dataclasses that the section may be, depending on its
+        `name`.
+        """
         if not isinstance(node.value, dict):
             return self._report(node, key, f"must be a section of `key: value`, not {describe_node(node)}")
         keys = keys_of(kind)
@@ -89,7 +91,7 @@ class Converter(Generic[T]):
             values[FURTHER] = plain(ConfigNode(further, node.origin))
             name_node = node.value.get("name")
             if name_node is not None and name_node.value == MISSING:
-                # Any key may be the class's, but no class is named.
+                # No class is named, so any key might belong to the class. Only misspellings of `name` are reported.
                 for name, child in further.items():
                     if hint := did_you_mean(name, ["name"]):
                         self._report(child, join(key, name), f"unknown key{hint}")
@@ -102,13 +104,14 @@ class Converter(Generic[T]):
                 else:
                     self._report_unknown(child, join(key, name), list(keys))
         for name, field in keys.items():
-            # A list's entry was written in one place; a section may be merged from many.
+            # A missing key is reported at the line of a list entry, or at the recipe for a section, which may come from
+            # many files.
             where = str(node.origin) if key.rpartition(".")[2].isdigit() else self.recipe
             values[field.name] = self._convert_field(field, node.value.get(name), join(key, name), where)
         return kind(**values)
 
     def _convert_field(self, field: "Field[Any]", node: ConfigNode | None, key: str, where: str) -> Any:
-        """Convert a value. where: the place to name if it is not set."""
+        """Convert the value of one key. where: location to report if the key is not set."""
         if node is None:
             noun = "section" if sections_of(field.type) else "key"
             parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
@@ -132,7 +135,7 @@ class Converter(Generic[T]):
         return self._resolve_path(value, node, field, key)
 
     def _resolve_path(self, value: Any, node: ConfigNode, field: "Field[Any]", key: str) -> Any:
-        """Return the path that a text means; return other values as they are. Note a model if it is a run."""
+        """Return the resolved path of a text; return other values unchanged. Add a note if a model path is a run."""
         if not isinstance(value, str) or value in literals(field.type):
             return value
         try:
@@ -147,7 +150,8 @@ class Converter(Generic[T]):
         if node.value is None and NoneType in get_args(hint):
             return None
         if sections := sections_of(hint):
-            # The kind that the section's `name` belongs to; else the last kind, which takes any name.
+            # Choose the dataclass whose allowed names include the section's `name`; else the last one, which takes any
+            # name.
             kind = sections[-1]
             name = node.value.get("name") if isinstance(node.value, dict) else None
             if name:
@@ -184,7 +188,7 @@ class Converter(Generic[T]):
         value = match_scalar(node, hint)
         if value is None:
             if isinstance(node.value, dict) and any(self._known_keys.has_remark(name) for name, _ in leaves(node, key)):
-                # Another tool's section of this name.
+                # Another tool has a section with this name.
                 self._report_unknown(node, key, [])
                 return BROKEN
             remark = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
@@ -201,9 +205,9 @@ class Converter(Generic[T]):
         return BROKEN
 
     def _report_unknown(self, node: ConfigNode, key: str, names: list[str]) -> None:
-        """Report an unknown key. names: the names that its section has.
+        """Report an unknown key. names: keys that its section has.
 
-        For an unknown section, report each key that has a remark, then the names of its other keys.
+        For an unknown section, report each inner key for which a remark is found, then list the others.
         """
         self.unknown.append((key, node))
         if len(self.unknown) > _MAX_HINTS:
@@ -229,6 +233,6 @@ class Converter(Generic[T]):
 
 
 def _allowed_names(section: type[Any]) -> list[str]:
-    """Return the words that the `name` of a section may be; none where it may be any."""
+    """Return the allowed words for the `name` of a section; empty if any name is allowed."""
     field = keys_of(section).get("name")
     return literals(field.type) if field else []

@@ -1,4 +1,4 @@
-"""The sections of a run's data: its sets of rows, their mixture, the template."""
+"""Schema of a run's data: data sets, their mixture, and the chat template."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -52,7 +52,7 @@ class TrainDataSection(DatasetSection):
 
     @property
     def paths(self) -> list[str]:
-        """Paths of all sources, or the path."""
+        """Paths of all sources, or of the single data set."""
         paths = list[str]()
         for path in [section.path for section in self.sources.values()] or [self.path]:
             if isinstance(path, str):
@@ -62,7 +62,7 @@ class TrainDataSection(DatasetSection):
         return paths
 
     def section_of(self, source: str) -> DatasetSection:
-        """Return the section of a row's source."""
+        """Return the section of a source by its name; empty: the single data set."""
         return self.sources[source] if source else self
 
 
@@ -100,5 +100,5 @@ class DataSection:
 
     @property
     def has_validation(self) -> bool:
-        """True if there is held-out data, in data.validation or split off data.train."""
+        """True if there is held-out data, from data.validation.path or split off data.train."""
         return self.validation.path is not None or self.validation.fraction is not None

@@ -1,4 +1,4 @@
-"""The sections of a GRPO run whose rollouts are played against an environment, or by an agent."""
+"""Schema of a GRPO run's environment and agent."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -10,7 +10,7 @@ from rlctl.config.fields import MOST_PROCESSES, seconds, spec
 
 @dataclass
 class EnvironmentChoice:
-    """One environment of several."""
+    """One of several environments."""
 
     name: str = spec(
         "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class.",
@@ -21,7 +21,7 @@ class EnvironmentChoice:
 
 @dataclass
 class EnvironmentSection:
-    """The other side of a run's rollouts."""
+    """The environment with which the policy interacts in its rollouts."""
 
     name: str | None = spec(
         "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class. null has "
@@ -65,7 +65,7 @@ class EnvironmentSection:
 
     @property
     def environments(self) -> dict[str, EnvironmentChoice]:
-        """Environments of the run by key; the key of a single one is its name."""
+        """Key -> environment, for all environments of the run. A single environment has its name as key."""
         if self.name is None:
             return self.choices
         return {self.name.rpartition(":")[2]: EnvironmentChoice(self.name, self.args)}
@@ -106,5 +106,5 @@ class AgentSection:
 
     @property
     def entry_point(self) -> str:
-        """Function or command, as the config has it."""
+        """The config's function or command."""
         return self.name or self.command or ""

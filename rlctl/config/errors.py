@@ -1,4 +1,4 @@
-"""Mistakes in a config: one line a problem, with place, key, mistake and remedy."""
+"""Errors for the user: each problem of a config is one line with location, key, mistake and remedy."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-# Letters of the longest part of a message.
+# Most letters of each part of a message: location, key, mistake.
 LONGEST = 480
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake."""
+    """One mistake in a config."""
 
     # `file:line` or `override 2: a.b=c`.
     where: str
@@ -23,17 +23,17 @@ class Problem:
     def __str__(self) -> str:
         key = "" if f" {self.key}=" in self.where else self.key
         line = ": ".join(shorten(" ".join(part.split())) for part in (self.where, key, self.what) if part)
-        # An argument that is no UTF-8 arrives with surrogates. No stream takes them.
+        # A command-line argument in another encoding than UTF-8 contains surrogates, which cannot be printed.
         return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend, the base class of all such errors. The message has one line for each mistake.
+    """Base class of errors that the user can correct. The message has one line for each mistake.
 
-    The command line prints it without a traceback and ends with `exit_code`.
+    The command line prints the message without a traceback and exits with `exit_code`.
     """
 
-    # 1 where the input was right and the work failed.
+    # Subclasses set 1 if the input was correct and the work failed.
     exit_code = 2
 
 
@@ -47,7 +47,9 @@ class ConfigError(UserError):
 
 @contextmanager
 def locate_errors(where: str, *error_types: type[UserError]) -> Iterator[None]:
-    """Turn an error of these types into a ConfigError. where: a key, an option or a file."""
+    """Turn an error of these types in the block into a ConfigError. where: location to report: a key, an option or a
+    file.
+    """
     try:
         yield
     except error_types as error:
@@ -55,11 +57,11 @@ def locate_errors(where: str, *error_types: type[UserError]) -> Iterator[None]:
 
 
 class ModelError(UserError):
-    """A model or weights that rlctl cannot use; one line for the user."""
+    """rlctl cannot use a model or its weights. The message is one line for the user."""
 
 
 def shorten(text: str, max_letters: int = LONGEST) -> str:
-    """Return `text`, its middle left out if it is longer than `max_letters`: an error is one line."""
+    """Return `text`, with its middle left out if it is longer than `max_letters`."""
     if len(text) <= max_letters:
         return text
     return f"{text[: max_letters * 2 // 3]} ... {text[-(max_letters // 4) :]}"
@@ -92,7 +94,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class _Broken:
-    """A value whose every use raises BrokenValueError."""
+    """Value on which every operation raises BrokenValueError."""
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __fspath__ = _refuse
@@ -100,5 +102,5 @@ class _Broken:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __index__ = _refuse
 
 
-# Stands for a wrong value while everything else is checked.
+# Placeholder for a wrong value while the rest of the config is checked.
 BROKEN: Any = _Broken()

@@ -1,4 +1,4 @@
-"""The sections that only a GRPO run has: rewards, algorithm, asynchronous training, generation, refit."""
+"""Schema of the sections that only a GRPO run has: rewards, algorithm, asynchronous training, generation, refit."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
@@ -54,7 +54,7 @@ class OverlongSection:
     )
 
 
-# Rollouts that one advantage depends on: those of its group, or all of the step.
+# Rollouts on which one advantage depends: its group's, or all of the step's (batch).
 AdvantageScope = Literal["group", "batch"]
 
 
@@ -73,30 +73,30 @@ class AdvantageSection:
     """Keys that every advantage has."""
 
     scope: ClassVar[AdvantageScope] = "group"
-    # Names of `preflight.columns.COLUMNS` that the advantage reads.
+    # Names of columns that the advantage reads, see `preflight.declared_columns.COLUMNS`.
     columns: ClassVar[tuple[str, ...]] = ()
 
     name: str = spec("The advantage.")
 
     def teaches_nothing(self, size: int) -> tuple[str, str] | None:
-        """Return (key, why) if no rollout of a group of `size` would teach anything; None if they would."""
+        """Return (key, reason) if every advantage in a group of `size` rollouts is 0; None if advantages may differ."""
         return None
 
 
 @dataclass
 class UserAdvantageSection(UserClassSection, AdvantageSection):
-    """An advantage of the user's own."""
+    """Keys of a user's advantage."""
 
 
 @dataclass
 class LossSection:
     """Keys that every loss has."""
 
-    # True: `proximal` auto is recompute in every run.
+    # True: `proximal: auto` means recompute in every run.
     recomputes: ClassVar[bool] = False
-    # True: the loss has bounds of the ratio.
+    # True: the loss clips the ratio.
     clips: ClassVar[bool] = False
-    # Names of `preflight.columns.COLUMNS` that the loss reads, whatever its keys are.
+    # Names of columns that the loss always reads, see `preflight.declared_columns.COLUMNS`.
     columns: ClassVar[tuple[str, ...]] = ()
 
     name: str = spec("The loss.")
@@ -148,7 +148,7 @@ class LossSection:
 
 @dataclass
 class UserLossSection(UserClassSection, LossSection):
-    """A loss of the user's own."""
+    """Keys of a user's loss."""
 
 
 @dataclass
@@ -201,20 +201,20 @@ class AsyncSection:
 
     @property
     def max_age(self) -> int:
-        """Largest age of a group in steps: 0 in a synchronous run."""
+        """Largest age of a group in steps; 0 in a synchronous run."""
         return self.max_trajectory_age_steps if self.enabled else 0
 
 
 @dataclass
 class EngineSection:
-    """Keys that every engine has. Each engine's section adds its own."""
+    """Keys that every engine has. The section of an engine adds its own keys."""
 
     name: str = spec("The engine that samples.")
 
 
 @dataclass
 class UserEngineSection(EngineSection):
-    """An engine of the user's own."""
+    """Keys of a user's engine."""
 
     name: str = spec(
         "Your own engine: the EngineKind of module:KIND or file.py:KIND. The fields of its options are further keys.",
@@ -287,7 +287,7 @@ class GenerationSection:
 
     @property
     def cuts_distribution(self) -> bool:
-        """True if top_p or top_k cut the distribution, so that engines give larger log-probs than the trainer."""
+        """True if top_p or top_k truncate the distribution. Engines then return larger log-probs than the trainer."""
         return self.top_p < 1 or self.top_k > 0
 
 

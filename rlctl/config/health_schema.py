@@ -1,4 +1,4 @@
-"""The sections with bounds on a run's health: of any kind, of GRPO, of SFT."""
+"""Schema of the bounds on a run's health, for all runs, GRPO runs and SFT runs."""
 
 from dataclasses import dataclass
 

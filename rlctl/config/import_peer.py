@@ -1,7 +1,7 @@
-"""A draft of a recipe from a config file of verl, NeMo-RL or prime-rl: `rlctl config import`.
+"""Drafting of a recipe from a config file of verl, NeMo-RL or prime-rl: `rlctl config import`.
 
-Every key of the file is in the draft: translated, or in a comment with the reason. A comment with TODO asks for
-a value that the file does not have.
+The draft has every key of the file, either translated, or in a comment with the reason. A comment with TODO asks for a
+value that the file does not give.
 """
 
 import json
@@ -22,21 +22,21 @@ from rlctl.config.provenance import MISSING, ConfigNode, dump, leaves, merge, pl
 from rlctl.config.schema import KINDS
 
 TOOLS = ("verl", "NeMo-RL", "prime-rl")
-# Sections that only a config with rollouts has.
+# Sections of other tools that only occur in a config with rollouts.
 _SECTIONS_THAT_SAMPLE = {"orchestrator", "actor_rollout_ref", "grpo"}
 _SWITCHES = ("enabled", "enable")
-# Reason of a key without a counterpart and without a value.
+# Reason for a key that has no equal and no value.
 _EMPTY = "empty there"
-# Letters of a value in a comment.
+# Most letters of a value in a comment.
 _MAX_VALUE = 100
 _TRACKERS = "telemetry.trackers"
-# Keys that a recipe must set -> the text of the TODO.
+# Key that a recipe must set -> text of its TODO.
 _MUST_SET = {
     "model.path": "a folder or a hub name",
     "data.train.path": "a file or a hub data set; prompt_key and answer_key name its columns",
     "rewards": "a list, such as [{name: math_verify}], or {name: file.py:function} for one of yours",
 }
-# Facts of a tool that stand in none of its files.
+# (tool, kind of run) -> (key, remark) to decide, because the tool's behaviour is in none of its files.
 _ALWAYS = {
     ("prime-rl", "grpo"): (
         "async.enabled",
@@ -46,10 +46,10 @@ _ALWAYS = {
 
 
 class KeyOutcome(Enum):
-    """The fate of a key of the other tool."""
+    """Outcome of the translation of one key."""
 
     TRANSLATED = "translated"
-    # Decided elsewhere, or a part that rlctl lacks; the reason says which.
+    # Another key decides the value, or rlctl lacks the feature; the reason says which.
     LEFT_OUT = "left out, with the reason"
     TO_DO = "to do"
     UNKNOWN = "unknown to rlctl"
@@ -57,7 +57,7 @@ class KeyOutcome(Enum):
 
 @dataclass(frozen=True)
 class ImportedKey:
-    """A key of the other tool's config, or a section that is answered as a whole."""
+    """A key of the other tool's config, or a section that is translated as a whole."""
 
     key: str
     node: ConfigNode
@@ -66,11 +66,11 @@ class ImportedKey:
 
     @property
     def num_values(self) -> int:
-        """The number of values in it."""
+        """Number of values in the key or section."""
         return max(1, len(list(leaves(self.node))))
 
     def comment(self) -> str:
-        """Return the line of the draft: place, key, value, reason."""
+        """Return the comment line of the draft: location, key, value, reason."""
         origin = self.node.origin
         place = f"{origin.file.name}:{origin.line} " if origin.file else ""
         value = shorten(json.dumps(plain(self.node), ensure_ascii=False, default=str), _MAX_VALUE)
@@ -79,13 +79,14 @@ class ImportedKey:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """A value of the draft. The stronger of two for the same key is taken."""
+    """A value for one key of the draft. Of two values for the same key the one with higher strength wins."""
 
     value: Any
-    # 0: from a key that stands for several; 1: copied or computed; 2: a switch that names this very value.
+    # 0: from a key that sets several keys. 1: copied or computed. 2: from a rule for exactly this value, such as a
+    # switch.
     strength: int
     remark: str
-    # Position of its key among the imported ones.
+    # Index of its key in `_Importer.keys`.
     index: int = -1
 
 
@@ -99,7 +100,7 @@ class RecipeDraft:
     keys: list[ImportedKey]
 
     def count(self, outcome: KeyOutcome) -> int:
-        """Return the number of the other tool's values with this outcome."""
+        """Return the number of values of the other tool with this outcome."""
         return sum(key.num_values for key in self.keys if key.outcome is outcome)
 
     def summary(self) -> str:
@@ -110,9 +111,9 @@ class RecipeDraft:
 
 
 def draft_recipe(file: Path) -> RecipeDraft:
-    """Return the draft of a recipe from another tool's file.
+    """Draft a recipe from another tool's config file.
 
-    Raises ConfigError: unreadable, a recipe of rlctl, or no key of a tool that is known.
+    Raises ConfigError if the file is unreadable, is a recipe of rlctl, or has no key of a known tool.
     """
     root, missing_parents = _read_with_parents(file, ())
     tool = _find_tool(file, root)
@@ -135,7 +136,7 @@ def write_draft(draft: RecipeDraft, file: Path) -> None:
 
 
 def _read_with_parents(file: Path, heirs: tuple[Path, ...]) -> tuple[ConfigNode, list[str]]:
-    """Return the tree of a file over the files of its `defaults`, and the names of missing files."""
+    """Return the tree of a file merged over the files of its `defaults`, and the names of missing files."""
     file = Path(os.path.abspath(file))
     root = read_toml(file) if file.suffix == ".toml" else read_file(file)
     assert isinstance(root.value, dict)
@@ -167,7 +168,7 @@ def _find_parent(folder: Path, name: object) -> Path | None:
 
 
 def _find_tool(file: Path, root: ConfigNode) -> str:
-    """Return the tool with rows for most keys of the file. Raises ConfigError if no tool has one."""
+    """Return the tool that has rows for the most keys of the file. Raises ConfigError if no tool has any."""
     keys = [without_indices(key) for key, _ in leaves(root)]
     counts: dict[str, int] = {}
     for tool in TOOLS:
@@ -180,20 +181,20 @@ def _find_tool(file: Path, root: ConfigNode) -> str:
 
 
 def _guess_kind(root: ConfigNode) -> str:
-    """Return "sft" for a config with data and without anything that samples."""
+    """Return "sft" for a config with data and without a section that samples, else "grpo"."""
     names = set(root.value) if isinstance(root.value, dict) else set()
     is_sft = "sft" in names or ("data" in names and not _SECTIONS_THAT_SAMPLE & names)
     return "sft" if is_sft else "grpo"
 
 
 def _find_row(key: str, rows: list[PeerKey]) -> PeerKey | None:
-    """Return the row with the longest key that `key` ends in."""
+    """Return the row whose key is the longest suffix of `key`; None if no row's key is a suffix."""
     matching = [row for row in rows if f".{key}".endswith(f".{row.key}")]
     return max(matching, key=lambda row: len(row.key), default=None)
 
 
 class _Importer:
-    """The translation of one config, key by key."""
+    """Translator of one config, key by key."""
 
     def __init__(self, tool: str, kind: str, config: PeerConfig) -> None:
         self.tool = tool
@@ -221,7 +222,7 @@ class _Importer:
                 self._drop_keys_of(section)
 
     def ask_for_missing(self) -> None:
-        """Put a TODO for each key that a recipe of this kind must have and the file does not give."""
+        """Add a TODO for each key that a recipe of this kind must set, if the file does not give it."""
         for key, meaning in _MUST_SET.items():
             if key in self._fields and key not in self._assignments:
                 self._assignments[key] = _Assignment(MISSING, strength=1, remark=f"TODO: {meaning}")
@@ -256,9 +257,9 @@ class _Importer:
         return "\n".join(lines) + "\n"
 
     def _iterate(self, node: ConfigNode, key: str) -> Iterator[tuple[str, ConfigNode, str]]:
-        """Yield (key, node, reason) for every value, and for every section that a row answers.
+        """Yield (key, node, reason) for every value, and for every section that has a row of its own.
 
-        A section that is switched off is one entry, with the reason. The reason of others is empty.
+        A section that is switched off is yielded once, with that as reason. Other reasons are empty.
         """
         if not isinstance(node.value, dict) or not node.value or self._is_answered_whole(key):
             if key:
@@ -276,12 +277,12 @@ class _Importer:
             yield from self._iterate(child, f"{key}.{name}" if key else name)
 
     def _is_answered_whole(self, key: str) -> bool:
-        """Return True if a row is for the section `key` and no row is for a key inside."""
+        """Return True if there is a row for the section `key`, and no row for a key inside."""
         row = _find_row(key, self._rows)
         return row is not None and not any(other.key.startswith(f"{row.key}.") for other in self._rows)
 
     def _import_row(self, key: str, node: ConfigNode, row: PeerKey) -> None:
-        """Translate one value by its row, and keep the draft's value or the reason why there is none."""
+        """Translate one value by its row. Record the draft's value, or the reason why there is none."""
         keys = [rlctl_key for rlctl_key in row.rlctl_keys if rlctl_key in self._fields]
         if not keys:
             reason = f"{row.rlctl_key} is of another kind of run"
@@ -309,7 +310,7 @@ class _Importer:
         return NoneType in alternatives(self._fields[name].type)
 
     def _fit(self, name: str, value: Any) -> Any:
-        """Return a value as the key takes it. Raises TranslationError for a section or a fraction that does not fit."""
+        """Return a value in the type of the key. Raises TranslationError for an unfit section or fraction."""
         field = self._fields[name]
         allowed = alternatives(field.type)
         takes_section = bool(sections_of(field.type)) or any(get_origin(hint) is dict for hint in allowed)
@@ -322,7 +323,9 @@ class _Importer:
         return value
 
     def _assign(self, name: str, new: _Assignment) -> None:
-        """Put a value into the draft. Of two that differ the stronger stays, and the other's key says so."""
+        """Put a value into the draft. Of two different values the stronger one stays, and the other's key gets the
+        reason.
+        """
         old = self._assignments.get(name)
         if old is None:
             self._assignments[name] = new
@@ -345,14 +348,14 @@ class _Importer:
         self.keys[goes.index] = replace(self.keys[goes.index], outcome=outcome, reason=reason)
 
     def _drop_keys_of(self, section: str) -> None:
-        """Drop the values of a section that is null."""
+        """Drop the values inside a section that the draft sets to null."""
         for name in [name for name in self._assignments if name.startswith(f"{section}.")]:
             index = self._assignments.pop(name).index
             reason = f"{name}: {self._assignments[section].remark} makes {section} null"
             self.keys[index] = replace(self.keys[index], outcome=KeyOutcome.LEFT_OUT, reason=reason)
 
     def _render_values(self) -> Iterator[str]:
-        """Yield the lines of the values in the order of the schema, with a line for each section that opens."""
+        """Yield the YAML lines of all values in the order of the schema, with a line for each new section."""
         open_section: list[str] = []
         for name in self._fields:
             if name not in self._assignments:
@@ -379,7 +382,7 @@ def _answer_unknown(key: str, node: ConfigNode) -> ImportedKey:
 
 
 def _inline(value: Any) -> str:
-    """Return a value on one line of YAML."""
+    """Return a value as one line of YAML."""
     if value == MISSING:
         return MISSING
     if isinstance(value, list | dict):

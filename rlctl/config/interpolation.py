@@ -1,6 +1,6 @@
-"""Interpolation of values by OmegaConf: `${a.b}` is another key, `${oc.env:NAME}` an environment variable.
+"""Interpolation of values by OmegaConf: `${a.b}` reads another key, `${oc.env:NAME}` an environment variable.
 
-A value that reads the environment is a secret, and no disk may hold it.
+A value that reads the environment is treated as a secret: it is never written to disk.
 """
 
 import re
@@ -12,16 +12,16 @@ from rlctl.config.provenance import MISSING, ConfigNode, children, leaves, node_
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
 _FILLED = "\ue000"
-# Words of OmegaConf.
+# Text of OmegaConf's error for a missing variable.
 _NO_VARIABLE = re.compile(r"Environment variable '([^']*)' not found")
 
 
 class _InterpolationError(Exception):
-    """A reference that OmegaConf is not asked to fill in."""
+    """A reference that rlctl does not allow."""
 
 
 def interpolate(root: ConfigNode) -> ConfigNode:
-    """Return the tree with its references filled in. Raises ConfigError with every one that leads nowhere."""
+    """Return the tree with references replaced by values. Raises ConfigError with every reference that is invalid."""
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not marked:
         return root
@@ -40,7 +40,7 @@ def interpolate(root: ConfigNode) -> ConfigNode:
     if problems:
         raise ConfigError(problems)
     tree = OmegaConf.create(plain(root))
-    # id of a node -> the node that takes its place.
+    # id of a node with references -> node that replaces it.
     filled = dict[int, ConfigNode]()
     for key, node in marked:
         try:
@@ -49,7 +49,7 @@ def interpolate(root: ConfigNode) -> ConfigNode:
             problems.append(_describe_error(key, node, error))
             continue
         if OmegaConf.is_config(value):
-            # The section itself: a copy would not know which of its values are secrets.
+            # Use the section's own node, because OmegaConf's copy does not know which values are secrets.
             filled[id(node)] = walk.find(_parse_references(str(node.value))[0][0])
         else:
             secret = str(node.value) if walk.reads_environment(key, node) else None
@@ -76,7 +76,7 @@ def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
 
 
 def _parse_references(text: str) -> tuple[list[str], bool]:
-    """Return the keys that a text refers to, and True if it reads the environment. Raises _InterpolationError."""
+    """Return the keys to which a text refers, and True if it reads the environment. Raises _InterpolationError."""
     keys = []
     is_secret = False
     rest = _ESCAPED.sub(" ", text)
@@ -91,7 +91,7 @@ def _parse_references(text: str) -> tuple[list[str], bool]:
         if is_resolver:
             is_secret = True
         else:
-            # OmegaConf takes `[a][0]`, `a[0]` and `a.0`.
+            # OmegaConf accepts `[a][0]`, `a[0]` and `a.0`.
             keys.append(re.sub(r"\[(\w+)\]", r".\1", name).strip().removeprefix("."))
         rest = rest.replace(reference[0], _FILLED, 1)
     if "${" in rest:
@@ -100,24 +100,24 @@ def _parse_references(text: str) -> tuple[list[str], bool]:
 
 
 class _Walk:
-    """A walk along the references of one config."""
+    """Search along the references of one config, with the results cached."""
 
     def __init__(self, root: ConfigNode) -> None:
         self._root = root
-        # id of a node -> True if it reads the environment.
+        # id of a node -> True if it reads the environment, directly or by references.
         self._secrets: dict[int, bool] = {}
 
     def find(self, key: str) -> ConfigNode:
-        """Return the node that `${key}` names. Raises _InterpolationError."""
+        """Return the node to which `${key}` refers. Raises _InterpolationError."""
         node = node_at(self._root, key.split("."))
         if node is None or node.value == MISSING:
             raise _InterpolationError(f"{key} is not set" if node else f"there is no key {key!r}")
         return node
 
     def reads_environment(self, key: str, node: ConfigNode, path: tuple[int, ...] = ()) -> bool:
-        """Return True if a value reads the environment once it is filled in.
+        """Return True if a value reads the environment, directly or by references.
 
-        path: ids of the nodes that the walk came through. Raises _InterpolationError.
+        path: ids of the nodes that were followed so far. Raises _InterpolationError for a loop or an unknown key.
         """
         if id(node) in path:
             raise _InterpolationError(f"{key} refers to itself")
@@ -127,7 +127,7 @@ class _Walk:
             if isinstance(node.value, str) and "${" in node.value:
                 names, is_secret = _parse_references(node.value)
                 parts = {name: self.find(name) for name in names}
-            # Visit every part, also after a secret: each may refer to itself, or to no key.
+            # Visit every part, even after a secret is found, so that every loop and unknown key is reported.
             secret_parts = [self.reads_environment(name, part, (*path, id(node))) for name, part in parts.items()]
             self._secrets[id(node)] = is_secret or any(secret_parts)
         return self._secrets[id(node)]

@@ -1,4 +1,4 @@
-"""JSON files of model and adapter folders: one reader, whose error names the file, the key and the allowed values."""
+"""Reader for JSON files of model and adapter folders. Its errors name the file, the key and the allowed values."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from rlctl.config.errors import ModelError, shorten
 
-# Most levels of nested values; published files have up to six.
+# Most levels of nesting. Published files have up to six.
 _MAX_LEVELS = 50
 
 
@@ -47,14 +47,14 @@ def parse_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def whole_number(value: Any, place: str, low: int, high: int) -> int:
-    """Return a whole number between two others, both included. place: file and key. Raises ModelError."""
+    """Return `value` if it is a whole number from `low` to `high`. place: file and key. Raises ModelError."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ModelError(f"{place} is {_as_json(value)}; allowed: a whole number from {low:,} to {high:,}")
     return value
 
 
 def real_number(value: Any, place: str, low: float, high: float) -> float:
-    """Return a number between two others, both included. place: file and key. Raises ModelError."""
+    """Return `value` if it is a number from `low` to `high`. place: file and key. Raises ModelError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ModelError(f"{place} is {_as_json(value)}; allowed: a number from {low:g} to {high:,g}")
     assert math.isfinite(value)
@@ -62,5 +62,5 @@ def real_number(value: Any, place: str, low: float, high: float) -> float:
 
 
 def _as_json(value: Any) -> str:
-    """Return a value as JSON, shorten."""
+    """Return a value as JSON, shortened to 60 letters."""
     return shorten(json.dumps(value), 60)

@@ -1,6 +1,6 @@
-"""`configs/README.md`: every key with its type, limits, default and meaning, from the schema and the default YAML.
+"""Generator of `configs/README.md`: every key with type, limits, default and meaning, from schema and default files.
 
-`rlctl config reference` prints it.
+`rlctl config reference` prints the page.
 """
 
 from collections import defaultdict
@@ -58,10 +58,10 @@ _CLUSTER_INTRO = """\
 The config of a cluster is a file over one of the defaults in [cluster/](cluster), or a kind with keys on the command
 line: `rlctl cluster up slurm nodes=2`.
 """
-# Headings that are not the key of a section.
+# Headings that are no key of a section.
 _TOP_LEVEL = "Top level"
 _CLUSTERS = "Clusters"
-# Purpose of a user -> the sections for that purpose, each with the keys to set first.
+# Purpose of a user -> section -> keys to set first.
 _PURPOSES: dict[str, dict[str, list[str]]] = {
     "Start a run": {
         "model": ["path", "max_length"],
@@ -166,7 +166,7 @@ def _contents() -> str:
 
 
 def _section_tables(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], level: int) -> list[str]:
-    """Return a table for each section, with a heading of that level; keys of the top level come first."""
+    """Return one table per section, with a heading of this Markdown `level`. Top-level keys come first."""
     fields: dict[str, dict[str, Field[Any]]] = defaultdict(dict)
     for kind, schema in kinds.items():
         for key, field in schema_keys(schema):
@@ -194,14 +194,14 @@ def _section_tables(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode]
 
 
 def _sections_by_name(field: "Field[Any]") -> list[type[Any]]:
-    """Return the sections that a section or a list's entry may be, by its name; none if only one is possible."""
+    """Return the section classes of a field or list entry that depend on `name`; empty if there is only one."""
     is_list = get_origin(field.type) is list
     sections = sections_of(get_args(field.type)[0] if is_list else field.type)
     return sections if len(sections) > 1 else []
 
 
 def _tables_by_name(sections: list[type[Any]], kind: str) -> str:
-    """Return the tables of a section by its names: the keys of all names first, then the further keys of each."""
+    """Return the tables of a named section: first the keys that all names have, then the further keys of each name."""
     section_fields = [keys_of(section) for section in sections]
     first_fields = section_fields[0]
     common = [key for key in first_fields if key != "name" and all(key in fields for fields in section_fields)]
@@ -233,7 +233,7 @@ def _row_by_name(key: str, field: "Field[Any]", kind: str, name: str) -> str:
 
 
 def _join_table(lines: list[str]) -> str:
-    """Return the text of a section and its table. lines: rows, which begin with |, and lines of text."""
+    """Return a section's text followed by its table. lines: table rows, which begin with |, and lines of text."""
     text = "\n".join(line for line in lines if not line.startswith("|"))
     rows = "".join(line for line in lines if line.startswith("|"))
     if not rows:
@@ -243,7 +243,7 @@ def _join_table(lines: list[str]) -> str:
 
 
 def _key_row(key: str, fields: dict[str, "Field[Any]"], roots: dict[str, ConfigNode], owners: Mapping[str, Any]) -> str:
-    """Return the row of a key. fields: its field in each kind. owners: the kinds that have its section."""
+    """Return the table row of a key. fields: kind of run -> its field. owners: kinds of run that have its section."""
     kinds_of_default: dict[tuple[str, str], list[str]] = defaultdict(list)
     for kind in fields:
         kinds_of_default[_find_default(key, roots[kind])].append(kind)
@@ -260,7 +260,7 @@ def _key_row(key: str, fields: dict[str, "Field[Any]"], roots: dict[str, ConfigN
 
 
 def _find_default(key: str, root: ConfigNode) -> tuple[str, str]:
-    """Return (default as YAML, its file); the entries of `rewards` have their defaults in a separate file."""
+    """Return (default as YAML, its file). Defaults of `rewards` entries are in a separate file."""
     names = key.split(".")
     if "N" in names:
         return _describe_default(key, defaults_of("reward", ""), names[-1:])
@@ -306,7 +306,7 @@ def _describe_type(field: "Field[Any]") -> str:
 
 
 def _describe_key(fields: dict[str, "Field[Any]"], owners: Mapping[str, Any]) -> str:
-    """Return the meaning of a key: for each kind where the meanings differ. Name its kinds if others lack the key."""
+    """Return the meaning of a key, one per kind of run if they differ. Name the kinds if other kinds lack the key."""
     kinds_of_doc: dict[str, list[str]] = defaultdict(list)
     for kind, field in fields.items():
         kinds_of_doc[field.metadata["doc"]].append(kind.upper())

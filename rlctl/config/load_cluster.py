@@ -1,4 +1,4 @@
-"""`load_cluster`: from a name or a file to a checked cluster config, or every problem at once."""
+"""Loading of cluster configs. `load_cluster` composes, types and checks one, and raises all of its problems at once."""
 
 import re
 from collections.abc import Iterator
@@ -14,16 +14,16 @@ from rlctl.config.errors import BrokenValueError, ConfigError, Problem, did_you_
 from rlctl.config.provenance import ConfigNode, leaves, show_path
 
 FOLDER = CONFIGS / "cluster"
-# Ports of workers besides Ray's own: one for each worker, and one for a driver.
+# Least number of ports for workers and drivers in `other_ports`, besides Ray's own. Each worker and driver needs one.
 _WORKER_PORTS = 16
-# A name that begins with a dash would be an option to ssh.
+# A host name must not begin with a dash, because ssh would read an option.
 _HOST = re.compile(r"[^\s/-][^\s/]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
-# Kubernetes makes further names from a cluster's name, of at most 63 letters.
+# Kubernetes builds longer names from a cluster's name, and these may have at most 63 letters.
 _POD_NAME = re.compile(r"[a-z]([a-z0-9-]{0,39}[a-z0-9])?")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)((?:[KMGTP]i)|[kMGTP]|)")
 _EFFECTS = "NoSchedule, PreferNoSchedule or NoExecute"
-# Key of a list -> pattern of each entry, and the pattern in words.
+# Key of a list -> (pattern of each entry, description of the pattern).
 _LIST_FORMS = {
     "sbatch_options": (r"-[^\n]*", "one option of sbatch, with its dash"),
     "volume_claims": (r"[^:/\s]+:/\S+", "claim:/path"),
@@ -36,12 +36,14 @@ _LIST_FORMS = {
 
 
 def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters."""
+    """Return the names of the shipped cluster configs."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "base")
 
 
 def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
-    """Return the config of `cluster`, a shipped name or a YAML file, `name` filled in. Raises ConfigError."""
+    """Load the config of `cluster`, a shipped name or a YAML file. A null `name` becomes the file's. Raises
+    ConfigError.
+    """
     file = find_cluster(cluster)
     root = compose(file, overrides)
     assert isinstance(root.value, dict)
@@ -62,7 +64,7 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
 
 
 def find_cluster(cluster: str) -> Path:
-    """Return the file that a person means: a shipped name, or a path with or without .yaml. Raises ConfigError."""
+    """Return the file for `cluster`: a shipped name, or a path with or without .yaml. Raises ConfigError."""
     if "/" not in cluster and (FOLDER / f"{cluster}.yaml").is_file() and not Path(cluster).is_file():
         return FOLDER / f"{cluster}.yaml"
     path = Path(cluster).expanduser()
@@ -77,7 +79,7 @@ def find_cluster(cluster: str) -> Path:
 
 
 def _check_cluster(config: ClusterConfig, root: ConfigNode, file: Path) -> Iterator[Problem]:
-    """Yield the problems that a type cannot express. A check that needs a wrong value is left out."""
+    """Yield the problems that types cannot express. A check that reads a wrong value is skipped."""
     origins = {key: str(node.origin) for key, node in leaves(root)}
     for key, check in _CHECKS.items():
         try:
@@ -136,7 +138,7 @@ def _check_list(key: str, config: ClusterConfig) -> str | None:
 
 
 def _check_shared_memory(key: str, limit: str, config: ClusterConfig) -> str | None:
-    """Check that shared memory is less than all memory."""
+    """Return the problem if the shared memory `key` is not less than the memory `limit`, or if one is no quantity."""
     amounts = []
     for text in (getattr(config, key), getattr(config, limit)):
         quantity = _QUANTITY.fullmatch(text)

@@ -1,13 +1,14 @@
-"""Exceptions by model: facts of a model type that its files do not tell.
+"""Exceptions by model type: facts that a model's files do not contain.
 
-All other facts of a model are derived. To add an exception, add a row here; its owner reads it by subject. Limits of an
-engine or of a trainer's backend are in `preflight/engines/` and `preflight/backends/`.
+All other facts of a model are derived. To add an exception, add a row here; the code that needs it looks it up by
+subject. Limits of an engine or of a training backend are in `preflight/engines/` and `preflight/backends/`.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# "tokenizer_class": `data/load_tokenizer.py` reads it. "own": AutoTokenizer takes the class of the model type.
+# "tokenizer_class" is read by `data/load_tokenizer.py`. Its value "own" means that AutoTokenizer uses the class of the
+# model type.
 Subject = Literal["tokenizer_class"]
 _OWN_CLASS = "transformers passes over the TokenizersBackend that the folder names, and takes the model type's class"
 _OWN_CLASS_TEST = (
@@ -17,14 +18,14 @@ _OWN_CLASS_TEST = (
 
 @dataclass(frozen=True)
 class ModelException:
-    """One exception of one model type."""
+    """One exception for one model type."""
 
     # `model_type` of config.json.
     model_type: str
     subject: Subject
     value: Any
     reason: str
-    # The test that holds the row, as FILE::NAME.
+    # Test that covers the row, as FILE::NAME.
     test: str
 
 
@@ -40,5 +41,5 @@ EXCEPTIONS = (
 
 
 def model_exceptions(subject: Subject) -> dict[str, Any]:
-    """Return the value of each model type that is an exception in `subject`."""
+    """Return model_type -> value, for the exceptions with this subject."""
     return {row.model_type: row.value for row in EXCEPTIONS if row.subject == subject}

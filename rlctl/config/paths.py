@@ -1,10 +1,10 @@
-"""The place of a path, or of a plugin's module, that a config names.
+"""Resolution of paths, hub names and plugin modules in a config.
 
-A path is looked up next to the YAML file that names it, then in the current directory, then among the shipped recipes
-(a copied recipe still finds its model; not for modules), then on a hub. An existing path becomes absolute, so that a
-resolved config runs from anywhere. `organisation/name` that is no file stays as it is, a hub name, unless
-`organisation` is a folder here: then it is a mistyped path. A model may be a run, by its directory or its name, or a
-checkpoint: the path becomes that of the exported weights.
+A path is looked up next to its YAML file, then in the current directory, then among the shipped recipes. There a copied
+recipe still finds its model; modules are not looked up there. An existing path becomes absolute, so that a resolved
+config runs from anywhere. `organisation/name` that is no file is a hub name and stays as it is. If `organisation` is a
+folder here, it is a mistyped path. A model may be a run, by its directory or name, or a checkpoint: the path then
+becomes the folder of its exported weights.
 """
 
 import os
@@ -21,17 +21,17 @@ from rlctl.config.provenance import Origin
 from rlctl.config.run_weights import exported_weights, names_weights, run_names
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# The hub's own bound is 96 for each half.
+# Most letters of a hub name. The hub allows 96 for each half.
 _LONGEST_HUB_NAME = 200
-# Suffixes of files, never of a hub's name. Wider than `data.files.FILE_SUFFIXES`, which rlctl reads: the path of a
-# missing file of another kind, like rows.txt, is no name of a data set on the hub either.
+# A text with such a suffix is a file path and no hub name. The set is larger than `data.files.FILE_SUFFIXES`, the files
+# that rlctl reads: a missing rows.txt is no hub data set either.
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".gz", ".txt", ".yaml"}
 
 
 def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> str:
-    """Return the absolute path, or the hub name, that `text` means. Raises FileNotFoundError with a line for the user.
+    """Return the absolute path or hub name for `text`. Raises FileNotFoundError with a line for the user.
 
-    kind: as `fields.spec` has them. runs: the folder in which a model is looked up as a run by its name.
+    kind: see `path` of `fields.spec`. runs: folder in which a model is looked up as the name of a run.
     """
     folders = [Path.cwd(), RECIPES]
     if origin.file is not None:
@@ -51,7 +51,8 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
     if kind == "model" and (weights := _find_weights(path, model_folders)):
         return str(weights.resolve())
     for folder in folders:
-        # Path.exists raises for an impossible name. A pipe or device has no end.
+        # os.path functions, because Path.exists raises for an impossible name. Pipes and devices are refused: they may
+        # never end.
         if os.path.isfile(folder / path) or (os.path.isdir(folder / path) and kind != "template"):
             return str((folder / path).resolve())
         if os.path.exists(folder / path):
@@ -78,7 +79,7 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
 
 
 def _find_weights(path: Path, folders: list[Path]) -> Path | None:
-    """Return the first model in one of `folders`: a Hugging Face folder, or the weights of a run or checkpoint."""
+    """Return the first model folder at `path` in one of `folders`; for a run or checkpoint, that of its weights."""
     for folder in folders:
         if names_weights(folder / path):
             return exported_weights(folder / path)
@@ -86,9 +87,9 @@ def _find_weights(path: Path, folders: list[Path]) -> Path | None:
 
 
 def _module_file(module: str, folders: list[Path]) -> Path | None:
-    """Return the file of a module in one of `folders`; None if the module is looked up on the Python path.
+    """Return the file of a module in one of `folders`; None if Python's own search must find the module.
 
-    Python finds a package's module in the current directory too, since that directory is on its path.
+    This is so for a module of a package in the current directory, which is on the Python path.
     """
     parts = module.split(".")
     if not all(part.isidentifier() for part in parts):

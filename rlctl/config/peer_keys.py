@@ -1,6 +1,6 @@
-"""The keys of other tools and the former ones of rlctl, with their equals: `peer_keys.yaml`, read once.
+"""Keys of other tools and former keys of rlctl, with the equal key of rlctl. They are read once from `peer_keys.yaml`.
 
-Errors about unknown keys, the page `configs/COMING_FROM.md` and `rlctl config import` read the same rows.
+Errors about unknown keys, the page `configs/COMING_FROM.md` and `rlctl config import` all use these rows.
 """
 
 import re
@@ -17,19 +17,20 @@ _SAME_NAMES = "same names"
 
 
 class PeerKey(NamedTuple):
-    """A key of another tool, and its equal in rlctl."""
+    """A key of another tool (or a former key of rlctl), and its equal in rlctl."""
 
     tool: str
     key: str
-    # Keys of rlctl joined by `and` or `or`; empty if rlctl has none.
+    # Key of rlctl, or several joined by `and` or `or`; empty if rlctl has no equal.
     rlctl_key: str
     note: str = ""
-    # Translation of its value; None copies the value if there is no note. The head of peer_keys.yaml has the forms.
+    # Rule that translates the value. None: the value is copied if there is no note. The head of peer_keys.yaml
+    # describes rules.
     rule: Any = None
 
     @property
     def rlctl_keys(self) -> list[str]:
-        """The keys of rlctl that the row names."""
+        """Keys of rlctl in `rlctl_key`."""
         return re.split(" and | or ", self.rlctl_key) if self.rlctl_key else []
 
 
@@ -51,7 +52,7 @@ def _read_rows(tool: str, rows: dict[str, Any]) -> list[PeerKey]:
 
 @cache
 def peer_keys() -> tuple[PeerKey, ...]:
-    """Return the keys of other tools and the former ones of rlctl, as answers to unknown keys need them."""
+    """Return the rows that answer unknown keys: other tools' keys and rlctl's former keys."""
     peers = list[PeerKey]()
     for tool, rows in _read_tables().items():
         if tool not in (_FORMER_VALUES, _SAME_NAMES):
@@ -61,7 +62,9 @@ def peer_keys() -> tuple[PeerKey, ...]:
 
 @cache
 def same_name_keys() -> tuple[PeerKey, ...]:
-    """Return the keys of other tools whose last word is rlctl's too. An unknown key among them needs no row."""
+    """Return the rows of other tools' keys whose last word is the same in rlctl. Answers to unknown keys do not need
+    them.
+    """
     peers = list[PeerKey]()
     for tool, rows in _read_tables()[_SAME_NAMES].items():
         peers += _read_rows(tool, rows)
@@ -69,12 +72,12 @@ def same_name_keys() -> tuple[PeerKey, ...]:
 
 
 def rows_of_tool(tool: str) -> list[PeerKey]:
-    """Return every row of a tool."""
+    """Return all rows of a tool."""
     rows = peer_keys() + same_name_keys()
     return [row for row in rows if row.tool == tool]
 
 
 def renamed_value(key: str, value: object) -> str:
-    """Return `; X is now Y` if the value is a former word of rlctl for a value of `key`; empty for any other."""
+    """Return `; X is now Y` if `value` is a former name of a value of `key`, else an empty text."""
     new_value = _read_tables()[_FORMER_VALUES].get(key, {}).get(str(value))
     return f"; {value} is now {new_value}" if new_value else ""

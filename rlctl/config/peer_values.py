@@ -1,4 +1,4 @@
-"""The values of another tool's config, and their translation by the rules of `peer_keys.yaml`. Pure."""
+"""Translation of values in another tool's config by the rules of `peer_keys.yaml`. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from rlctl.config.peer_keys import PeerKey
 from rlctl.config.provenance import ConfigNode, children, leaves, node_at, plain
 
-# A reference without another reference in it.
+# A reference `${...}` that contains no other reference.
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _PRODUCT = re.compile(r"mul:\s*([\d.]+)\s*,\s*([\d.]+)\s*")
 _MAX_REFERENCES = 20
@@ -17,33 +17,33 @@ _OTHER = "other"
 
 
 class TranslationError(Exception):
-    """The value cannot be told from the file; the message is the reason."""
+    """A value cannot be computed from the file. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Translation:
-    """Values of rlctl for one value of another tool."""
+    """Values of rlctl that result from one value of another tool."""
 
-    # Dotted key of rlctl -> value; empty if nothing is to be set.
+    # Dotted key of rlctl -> value; empty if nothing has to be set.
     values: dict[str, Any]
-    # True if the rule names this very value, as for a switch. Such a value wins over a copied one.
+    # True if the rule has a case for exactly this value, as for a switch. Such a result wins over a copied value.
     is_exact_case: bool
 
 
 def without_indices(key: str) -> str:
-    """Return a dotted key without the numbers of list entries, as the rows have it."""
+    """Return a dotted key without list indices, as in the rows."""
     return ".".join(word for word in key.split(".") if not word.isdecimal())
 
 
 class PeerConfig:
-    """The tree of another tool's config, with its references filled in on reading."""
+    """Another tool's config. References are replaced when a value is read."""
 
     def __init__(self, root: ConfigNode) -> None:
         self.root = root
         self._leaves = [(without_indices(key), key, node) for key, node in leaves(root)]
 
     def value_of(self, key: str, node: ConfigNode) -> Any:
-        """Return the plain value of a node. Raises TranslationError for a reference that leads nowhere."""
+        """Return the plain value of a node. Raises TranslationError for a reference that cannot be resolved."""
         if isinstance(node.value, dict):
             return {name: self.value_of(f"{key}.{name}", child) for name, child in children(node).items()}
         if isinstance(node.value, list):
@@ -53,16 +53,16 @@ class PeerConfig:
         return node.value
 
     def find(self, name: str) -> Any:
-        """Return the value of the key `name`, or of the first key that ends in it. Raises TranslationError."""
+        """Return the value of the first key that equals `name` or ends in `.name`. Raises TranslationError."""
         for key, place, node in self._leaves:
             if f".{key}".endswith(f".{name}") and node.value is not None:
                 return self.value_of(place, node)
         raise TranslationError(f"needs {name}, which is not in the file")
 
     def translate(self, peer: PeerKey, value: Any, keys: list[str]) -> Translation:
-        """Return the values of rlctl for the `value` of a peer's key.
+        """Translate the `value` of a peer's key to values of rlctl.
 
-        keys: those of the row's keys that this kind of run has. Raises TranslationError.
+        keys: keys of the row that this kind of run has. Raises TranslationError.
         """
         rule = peer.rule
         if rule is None and peer.note:
@@ -81,7 +81,7 @@ class PeerConfig:
         return Translation(values, is_exact_case)
 
     def _fill_in(self, text: str, key: str) -> Any:
-        """Return `text` with the values of its references; a text that is one reference becomes its value."""
+        """Return `text` with references replaced by values. A text that is a single reference becomes that value."""
         for _ in range(_MAX_REFERENCES):
             reference = _REFERENCE.search(text)
             if reference is None:
@@ -104,7 +104,7 @@ class PeerConfig:
         return plain(node)
 
     def _fill_template(self, template: Any, value: Any) -> Any:
-        """Return a template of a rule with its formulas computed."""
+        """Return a rule's template with its formulas computed for `value`."""
         if isinstance(template, dict):
             return {name: self._fill_template(child, value) for name, child in template.items()}
         if isinstance(template, list):
@@ -142,7 +142,7 @@ class PeerConfig:
 
 
 def describe_rule(peer: PeerKey) -> str:
-    """Return the formula of a row as text, such as "value / nnodes"; empty if the value is copied."""
+    """Return the formula of a row as text, for example "value / nnodes"; empty if the value is copied."""
     rules = [peer.rule, *peer.rule.values()] if isinstance(peer.rule, dict) else [peer.rule]
     formulas = [rule.removeprefix(_FORMULA) for rule in rules if isinstance(rule, str) and rule.startswith(_FORMULA)]
     return next((formula for formula in formulas if formula != "value"), "")
@@ -163,7 +163,7 @@ def _as_whole(number: float) -> float:
 
 
 def _text_of(value: Any) -> str:
-    """Return a value as the cases of a rule name it."""
+    """Return a value as text in the form of a rule's cases."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -174,7 +174,7 @@ def _cases(rule: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _find_case(peer: PeerKey, value: Any) -> Any:
-    """Return the result of a rule for a value. Raises TranslationError if no case has the value."""
+    """Return the result of a rule's case for a value. Raises TranslationError if no case fits."""
     cases = _cases(peer.rule)
     text = _text_of(value)
     if text in cases:

@@ -1,11 +1,11 @@
-"""The keys of a user's own class, as a config has them.
+"""Config keys of a user's class.
 
-The keys of a loss, an advantage or an engine are the fields that its class, a dataclass, adds to rlctl's base class.
-The keys of a tracker are the parameters of its constructor after those that rlctl gives. A parameter without a type, or
-of another type than those below, takes any value.
+The keys of a loss, an advantage or an engine are the fields that its dataclass adds to rlctl's base class. The keys of
+a tracker are the parameters of its constructor that rlctl does not pass itself. A tracker's parameter without a type,
+or with a type that is not listed below, takes any value.
 
-The keys are converted as strictly as rlctl's own. A field may be bool, int, float, str, a Literal, a list of one of
-these, or one of these or None; `spec(...)` gives it limits. The class holds the field's default.
+The keys are converted as strictly as rlctl's own. A field's type may be bool, int, float, str, a Literal, a list of one
+of these, or one of these or None. `spec(...)` adds limits. The default is in the class.
 """
 
 import inspect
@@ -26,9 +26,9 @@ _FORMS = "a config holds bool, int, float, str, Literal[...], list[...] of one o
 
 
 def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
-    """Import a user's class; return it and its problem, empty if there is none.
+    """Import a user's class. Return (class, "") or (None, problem).
 
-    name: module:Class or file.py:Class. base: the class of rlctl that it has to inherit from, named likewise.
+    name: module:Class or file.py:Class. base: module:Class of rlctl's class from which it must inherit.
     """
     try:
         plugin = load_object(name)
@@ -47,9 +47,9 @@ def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
 def plugin_options(
     plugin: type[Any], base: type[Any], options: Mapping[str, Any], key: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of the fields that `plugin` adds to `base`, and every mistake in `options`.
+    """Convert `options` to the fields that `plugin` adds to `base`. Return the values and every mistake.
 
-    key: the section, which the problems name; their `where` is empty.
+    key: dotted key of the section, for the problems. The `where` of problems is empty.
     """
     inherited = {field.name for field in fields(base)}
     added = {field.name: field for field in fields(plugin) if field.init and field.name not in inherited}
@@ -68,7 +68,7 @@ def plugin_options(
         if added[name].default is MISSING and added[name].default_factory is MISSING
     ]
     option_types = {name: (hints[name], added_field.metadata) for name, added_field in added.items()}
-    # A default is not converted: the class decides.
+    # Fields that are not set are not converted: their default is the class's.
     filled = {**options, **dict.fromkeys(unset)}
     values, mistakes = _convert_options(plugin.__name__, option_types, filled, key)
     unset_keys = [join(key, name) for name in unset]
@@ -79,9 +79,9 @@ def plugin_options(
 def call_options(
     plugin: Any, leading: Sequence[str], options: Mapping[str, Any], key: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the arguments of a call of `plugin` by the keys of its config entry, and every mistake in `options`.
+    """Convert `options` to keyword arguments for a call of `plugin`. Return the arguments and every mistake.
 
-    leading: names of the arguments before them, which rlctl gives. key: as in `plugin_options`.
+    leading: names of the positional arguments that rlctl passes. key: as in `plugin_options`.
     """
     name = getattr(plugin, "__name__", "it")
     try:
@@ -110,7 +110,7 @@ def call_options(
     for option in required:
         if option not in options:
             problems.append(Problem("", join(key, option), f"not set, and {name} has no default"))
-    # The converter gives a key named `further` another meaning.
+    # An option named `further` is not converted, because the converter uses this name itself.
     option_types = {
         option: (hint, dict[str, Any]())
         for option, hint in hints.items()
@@ -125,9 +125,9 @@ def call_options(
 def _convert_options(
     name: str, option_types: Mapping[str, tuple[Any, Mapping[str, Any]]], options: Mapping[str, Any], key: str
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of the options, and every mistake in them.
+    """Convert options by their types. Return the values and every mistake.
 
-    name: the class that takes them. option_types: name -> (type, limits).
+    name: of the class, for messages. option_types: option -> (type, limits).
     """
     section_fields = [
         (option, hint, field(metadata={"doc": option, **limits})) for option, (hint, limits) in option_types.items()
@@ -139,14 +139,16 @@ def _convert_options(
 
 
 def _read_signature(plugin: Any) -> inspect.Signature:
-    """Return the signature of a call. Raises ValueError if Python knows none."""
+    """Return the signature of a class or function. Raises ValueError if Python knows none."""
     with suppress(Exception):  # a hint may be the user's code, or name a module that only type checkers import
         return inspect.signature(plugin, eval_str=True)
     return inspect.signature(plugin)
 
 
 def checked_options(plugin: type[Any], base: type[Any], options: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the values of `plugin_options`. Raises ConfigError for a mistake, since the config may be unchecked."""
+    """Return the values of `plugin_options`. Raises ConfigError for mistakes, because the config may not have been
+    checked.
+    """
     values, problems = plugin_options(plugin, base, options, key)
     if problems:
         raise ConfigError(problems)

@@ -1,12 +1,14 @@
-"""Rewards, environments, trackers, losses, advantages by name, for checks of a config that import none."""
+"""Names and import paths of rlctl's rewards, environments, trackers, losses, advantages and engines. Nothing is
+imported.
+"""
 
 from rlctl.config.grpo_schema import RewardSection
 
-# Name in the config -> maker of the reward from its section.
+# Name in the config -> function that builds the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
-# Prefix of a data set's path, before its colon -> class of its rows.
+# Prefix of a data set's path (before the colon) -> class that generates its rows.
 ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
-# Name in the config -> class of the loss, and of the advantage.
+# Name in the config -> class of the loss; below, of the advantage.
 LOSSES = {
     "grpo": "rlctl.grpo.losses.grpo:GrpoLoss",
     "dr_grpo": "rlctl.grpo.losses.dr_grpo:DrGrpoLoss",
@@ -23,16 +25,16 @@ ADVANTAGES = {
     "quantile": "rlctl.grpo.advantages.quantile:QuantileBaseline",
     "pass_at_k": "rlctl.grpo.advantages.pass_at_k:PassAtK",
 }
-# Name in the config -> class of the environment; each file is written by the contract in rlctl/environments/README.md.
+# Name in the config -> class of the environment. The classes follow the interface in rlctl/environments/README.md.
 ENVIRONMENTS = {
     "calculator": "rlctl.environments.calculator:Calculator",
     "guess": "rlctl.environments.guess:Guess",
     "maze": "rlctl.environments.maze:Maze",
     "sqlite": "rlctl.environments.sqlite:Sqlite",
 }
-# Column that chooses the environment of a row.
+# Column of a row that names its environment.
 ENVIRONMENT_COLUMN = "environment"
-# Modules that declare metrics, without torch. Each has rows `METRICS`, see `telemetry.metrics.Metric`.
+# Modules that declare metrics, in a list `METRICS` of `telemetry.metrics.Metric`. They import no torch.
 METRICS = (
     "rlctl.telemetry.clock",
     "rlctl.telemetry.throughput",
@@ -45,15 +47,15 @@ METRICS = (
     "rlctl.grpo.losses.sections",
     "rlctl.sft.metric_rows",
 )
-# Bases of users' classes.
+# Base classes of users' losses and advantages.
 LOSS_BASE = "rlctl.grpo.losses.base:PolicyLoss"
 ADVANTAGE_BASE = "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> the engine's `EngineKind`.
 ENGINES = {"vllm": "rlctl.generation.vllm.kind:KIND"}
-# Class of a user's engine, and of the options of an engine without any.
+# Class of which a user's engine is an instance, and options class of an engine without options.
 ENGINE_BASE = "rlctl.generation.spec:EngineKind"
 ENGINE_OPTIONS_BASE = "rlctl.generation.spec:NoOptions"
-# Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
+# Name in the config -> class of the tracker. It is called with the run directory, the config and the keys of its entry.
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
     "wandb": "rlctl.telemetry.trackers.wandb:WandB",
@@ -61,29 +63,30 @@ TRACKERS = {
     "trackio": "rlctl.telemetry.trackers.trackio:Trackio",
     "swanlab": "rlctl.telemetry.trackers.swanlab:SwanLab",
 }
-# Arguments of a tracker before its entry's keys, and methods of each tracker.
+# First arguments of a tracker's class, and name -> signature of the methods that each tracker must have.
 TRACKER_ARGUMENTS = ("run", "config")
 TRACKER_METHODS = {"write": "write(self, kind, step, metrics)", "close": "close(self)"}
 
-# Names among the rewards, in metrics and rollouts: the penalty of grpo.overlong, and an environment's own reward.
+# Reward names in metrics and rollouts that are no entry of `rewards`: the penalty of grpo.overlong, and the
+# environment's own reward.
 OVERLONG = "overlong"
 ENVIRONMENT_REWARD = "environment"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:
-    """Return True if a reward compares with the reference answer. A user's and reasoning_gym's may score without it."""
+    """Return True if a reward needs the reference answer. A user's reward and reasoning_gym may score without one."""
     return any(":" not in reward.name and reward.name != "reasoning_gym" for reward in rewards)
 
 
 def reward_names(rewards: list[RewardSection]) -> list[str]:
-    """Return the name of each reward in metrics and rollouts: a function's name; a second regex is regex-2."""
+    """Return each reward's name in metrics and rollouts: the function's name. A second `regex` becomes `regex-2`."""
     names = [reward.name.rpartition(":")[2] for reward in rewards]
     numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
     return [name if number == 1 else f"{name}-{number}" for name, number in zip(names, numbers)]
 
 
 def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
-    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless set."""
+    """Return (index, threshold) of the reward that decides if an answer is right. Default: the first reward, at 1."""
     for index, reward in enumerate(rewards):
         if reward.correct_at is not None:
             return index, reward.correct_at

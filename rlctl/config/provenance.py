@@ -1,7 +1,7 @@
-"""Config values that remember where they come from: YAML files and overrides as trees of `ConfigNode`s.
+"""Config values with their origins: YAML and TOML files and overrides, read as trees of `ConfigNode`s.
 
-Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are
-text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object.
+Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are text.
+Only mappings, lists, text, numbers, booleans and null are allowed, so no tag can build an object.
 """
 
 import re
@@ -19,7 +19,7 @@ from rlctl.config.builtin import CONFIGS, is_shipped
 from rlctl.config.errors import ConfigError, Problem, shorten
 
 MISSING = "???"
-# Largest config file in bytes. A larger file is data or weights, named by mistake.
+# Largest allowed config file in bytes. A larger file is data or weights, named by mistake.
 _MAX_BYTES = 1 << 18
 
 _SCALARS = [
@@ -37,24 +37,24 @@ _NOT_ALLOWED = " is not allowed: write plain values"
 
 
 class _TagError(ConfigError):
-    """Error of a value that only its tag, or the kind of its key, forbids. An override takes such a value as text."""
+    """A value has a tag, or a key of a kind, that is not allowed. In an override such a value is read as text."""
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of YAML 1.2's scalars."""
+    """YAML loader with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper of text that both versions of YAML read as text. It repeats shared values."""
+    """YAML dumper. It quotes text if YAML 1.1 or 1.2 would read another type. It writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # In double quotes line breaks of every kind are escaped; PyYAML folds them away in the other styles.
+    # Double quotes escape all kinds of line breaks. In other styles PyYAML would fold them.
     has_line_break = len(text.splitlines()) > 1 or text.splitlines() != [text]
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if has_line_break else None)
 
@@ -68,14 +68,14 @@ for _tag, _pattern, _initials in _SCALARS:
 
 @dataclass(frozen=True)
 class Origin:
-    """The place where a value was written: a line of a file, or an override.
+    """Location where a value was written: a line of a file, or an override.
 
-    An override that a command adds by itself has a text and no number. Nobody typed it, so no message names it.
+    An override that the command itself adds has a text and no number. Messages do not show it, because nobody typed it.
     """
 
     file: Path | None = None
     line: int = 0
-    # Position of the override among those that were typed, from 1.
+    # Number of the override among those that the user typed, from 1.
     override: int = 0
     text: str = ""
 
@@ -93,22 +93,22 @@ class ConfigNode:
 
     value: "dict[str, ConfigNode] | list[ConfigNode] | str | int | float | bool | None"
     origin: Origin
-    # The scalar as written, so that `name: 007` can stay text.
+    # The scalar as written, so that `name: 007` can be read as text.
     text: str | None = None
-    # The text with the reference that gave the value, if it reads the environment.
+    # The original text with `${oc.env:...}`, if the value was read from the environment.
     secret: str | None = None
-    # A note on the value, printed once, when the config is loaded.
+    # Note about the value, printed once when the config is loaded.
     note: str | None = None
 
 
 class Interpolation(str):
-    """Text whose `${` is a reference for a reader of the dumped config."""
+    """Text in which `dump` does not escape `${`, so that it is a reference again when the YAML is read."""
 
 
 def show_path(path: Path) -> str:
-    """Return a path as a person would type it: relative below the current directory, else absolute.
+    """Return a path as a user would type it: relative inside the current directory, else absolute.
 
-    A shipped file is `configs/base.yaml` or the like.
+    A shipped file is shown as, for example, `configs/base.yaml`.
     """
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
@@ -116,9 +116,9 @@ def show_path(path: Path) -> str:
 
 
 def read_file(path: Path) -> ConfigNode:
-    """Return the mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
-    Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
+    Raises ConfigError if the file is unreadable, too large, not YAML, no mapping, or has a key twice.
     """
     try:
         return _parse_file(path, _read_text(path))
@@ -129,7 +129,7 @@ def read_file(path: Path) -> ConfigNode:
 
 @lru_cache(maxsize=64)
 def _parse_file(path: Path, text: str) -> ConfigNode:
-    """Return the mapping in the `text` of a YAML file. Cached: a recipe's parents are read often, 4 ms of CPU each."""
+    """Parse the `text` of a YAML file. Cached because parents are read often, and each takes 4 ms of CPU."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -143,7 +143,7 @@ def _parse_file(path: Path, text: str) -> ConfigNode:
 
 
 def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
-    """Return the line of a mistake in YAML, from 1, and the mistake in plain words; for a rare one the parser's."""
+    """Return (line from 1, description) of a YAML error. Rare errors have the parser's description."""
     problem = str(getattr(error, "problem", None) or getattr(error, "context", None) or error)
     context = str(getattr(error, "context", None) or "")
     place = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -168,7 +168,7 @@ def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
 
 
 def read_toml(path: Path) -> ConfigNode:
-    """Return the mapping in a TOML file, each value with the line of its key. Raises ConfigError as `read_file`."""
+    """Read the mapping in a TOML file. Each value has the line of its key. Raises ConfigError as `read_file`."""
     try:
         text = _read_text(path)
         return _toml_node(tomllib.loads(text), path, _toml_key_lines(text), key="", section_line=1)
@@ -180,10 +180,10 @@ def read_toml(path: Path) -> ConfigNode:
 
 
 def _toml_key_lines(text: str) -> dict[str, int]:
-    """Return dotted key -> line, for each table and each `key = value` whose key has no quotes."""
+    """Return dotted key -> line, for each table and each `key = value` with an unquoted key."""
     lines: dict[str, int] = {}
     table = ""
-    # Name of an array of tables -> index of its newest table.
+    # Name of an array of tables -> index of its last table so far.
     array_indices: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
@@ -201,7 +201,7 @@ def _toml_key_lines(text: str) -> dict[str, int]:
 
 
 def _toml_node(content: Any, path: Path, lines: dict[str, int], key: str, section_line: int) -> ConfigNode:
-    """Return the content of `key` as a node. section_line: the line of its section, where its own is unknown."""
+    """Return the content of `key` as a node. section_line: line to use if the key's own line is not known."""
     origin = Origin(path, lines.get(key, section_line))
     if isinstance(content, dict | list):
         named_children = content.items() if isinstance(content, dict) else enumerate(content)
@@ -215,8 +215,9 @@ def _toml_node(content: Any, path: Path, lines: dict[str, int], key: str, sectio
 
 
 def read_value(text: str, origin: Origin) -> ConfigNode:
-    """Return the YAML value of an override; text that is not YAML (`[0-9]+`) is text. Raises ConfigError as
-    `read_file`."""
+    """Return the YAML value of an override. Text that is no valid YAML, for example `[0-9]+`, stays text. Raises
+    ConfigError as `read_file`.
+    """
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -230,7 +231,7 @@ def read_value(text: str, origin: Origin) -> ConfigNode:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file. Raises OSError, also for a pipe or a device, which may have no end."""
+    """Return the text of a file. Raises OSError, also for a pipe or a device, because reading may never end."""
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         raise OSError(0, "is a folder" if stat.S_ISDIR(mode) else "is no ordinary file")
@@ -242,7 +243,7 @@ def _read_text(path: Path) -> str:
 
 
 def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
-    """Return `base` with `over`, which wins: mappings merge key by key, everything else is replaced whole."""
+    """Return `base` merged with `over`: mappings merge key by key, other values of `over` replace those of `base`."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return replace(over, note=over.note or base.note)
     merged = dict(base.value)
@@ -252,7 +253,7 @@ def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
 
 
 def plain(node: ConfigNode) -> Any:
-    """Return the value alone: dicts, lists and scalars."""
+    """Return the value without origins: dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -270,7 +271,7 @@ def leaves(node: ConfigNode, key: str = "") -> Iterator[tuple[str, ConfigNode]]:
 
 
 def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
-    """Return the node at the path `names`, None if there is none; an entry of a list is named by its number."""
+    """Return the node at the path `names`; None if there is none. A list entry's name is its index."""
     descendant: ConfigNode | None = node
     for name in names:
         descendant = children(descendant).get(name) if descendant else None
@@ -278,7 +279,7 @@ def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
 
 
 def put(node: ConfigNode, names: list[str], value: ConfigNode) -> ConfigNode:
-    """Return a copy of `node` with `value` put at the path `names`, which leads through sections alone."""
+    """Return a copy of `node` with `value` at the path `names`. The path must not go through lists."""
     if not names:
         return value
     section = node.value if isinstance(node.value, dict) else {}
@@ -287,14 +288,14 @@ def put(node: ConfigNode, names: list[str], value: ConfigNode) -> ConfigNode:
 
 
 def children(node: ConfigNode) -> dict[str, ConfigNode]:
-    """Return the values within a node by name, the entries of a list by number; a scalar has none."""
+    """Return name (or list index) -> child node; empty for a scalar."""
     if isinstance(node.value, list):
         return {str(index): child for index, child in enumerate(node.value)}
     return node.value if isinstance(node.value, dict) else {}
 
 
 def dump(tree: Any) -> str:
-    """Return YAML that `read_file` reads back to the same tree; `${` is escaped, except in an `Interpolation`."""
+    """Return YAML that `read_file` reads back as the same tree. `${` is escaped, except in an `Interpolation`."""
     return yaml.dump(_escape_references(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -309,13 +310,13 @@ def _escape_references(tree: Any) -> Any:
 
 
 class _Reader:
-    """A converter of PyYAML nodes to `ConfigNode`s; an alias counts as its target. file: None for an override."""
+    """Converter of PyYAML nodes to `ConfigNode`s. An alias becomes a copy of its target. file: None for an override."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
 
     def read(self, root: yaml.Node, origin: Origin, ancestors: tuple[yaml.Node, ...] = ()) -> ConfigNode:
-        """Return the value of `root`, which begins at `origin`, within `ancestors`. Raises ConfigError."""
+        """Convert `root`, which begins at `origin`. ancestors: nodes that contain it. Raises ConfigError."""
         if any(root is ancestor for ancestor in ancestors):
             mistake = "an alias (*) within the value that it stands for; write it out"
             raise ConfigError([Problem(str(origin), "", mistake)])
@@ -352,12 +353,14 @@ class _Reader:
         return children
 
     def _origin_of(self, root: yaml.Node, override: Origin) -> Origin:
-        """Return the line of a PyYAML node in the file; the origin of the `override` if there is no file."""
+        """Return the origin of a PyYAML node: its line in the file, or `override` if there is no file."""
         return Origin(self._file, root.start_mark.line + 1) if self._file else override
 
 
 def _is_rest_of_number(name: yaml.ScalarNode, child: yaml.Node, earlier: dict[str, ConfigNode]) -> bool:
-    """Return True if `{n: 1,000}` was read as n, 1, and a key 000 without a value. earlier: the keys before."""
+    """Return True if `{n: 1,000}` was parsed as `n: 1` and a key `000` without a value. earlier: the keys before
+    `name`.
+    """
     last_value = earlier[next(reversed(earlier))].value if earlier else None
     is_number = isinstance(last_value, int) and not isinstance(last_value, bool)
     has_no_value = isinstance(child, yaml.ScalarNode) and child.value == ""

@@ -1,7 +1,7 @@
-"""Origins of a resolved config's values, as comments in its YAML: `lr: 0.0003  # from my.yaml:7`.
+"""Origins of a resolved config's values, written as comments in its YAML: `lr: 0.0003 # from my.yaml:7`.
 
-A run's config.yaml is written whole, so its own lines say nothing of where a value came from. A value without a comment
-is a default of configs/.
+rlctl writes a run's config.yaml with every key, so its line numbers do not tell where a user wrote a value. A value
+without a comment is a default from configs/.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ _ORIGIN_MARK = "  # from "
 
 
 def with_origins(text: str, origins: Mapping[str, str]) -> str:
-    """Return YAML in block style with a comment after each value that `origins` names by its dotted key."""
+    """Return the YAML `text`, in block style, with a comment after each value in `origins` (dotted key -> origin)."""
     parts = []
     begin = 0
     for key, end in _value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
@@ -24,7 +24,7 @@ def with_origins(text: str, origins: Mapping[str, str]) -> str:
 
 
 def recorded_origins(path: Path) -> dict[str, str]:
-    """Return dotted key -> origin for the values of a file that have such a comment; none if the file is no YAML."""
+    """Return dotted key -> origin, for the values of a file with such a comment; empty if the file is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
         ends = list(_value_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))
@@ -35,7 +35,7 @@ def recorded_origins(path: Path) -> dict[str, str]:
 
 
 def _value_ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
-    """Yield (dotted key, index after its last character) of every scalar and every empty mapping or list, in order."""
+    """Yield (dotted key, text index after its end) for every scalar and every empty mapping or list, in order."""
     if isinstance(node, yaml.MappingNode) and node.value:
         for name, child in node.value:
             yield from _value_ends(child, f"{key}.{name.value}" if key else str(name.value))
@@ -47,5 +47,5 @@ def _value_ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
 
 
 def _comment(origin: str) -> str:
-    # YAML allows no control characters, in comments neither.
+    # YAML forbids control characters, even in comments.
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(origin.split()))

@@ -1,6 +1,6 @@
-"""Weights by the layout of folders: a model's, an adapter's, a run's (RUN/checkpoints/step_N/{state.json, hf/}).
+"""Finding of weights by folder layout: of a model, an adapter, or a run (RUN/checkpoints/step_N/{state.json, hf/}).
 
-A run is its newest checkpoint, here as in `rlctl eval`. Nothing is read but the state of a checkpoint.
+A run stands for its newest checkpoint, as in `rlctl eval`. Only a checkpoint's state.json is read.
 """
 
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 
-# Before the name of a checkpoint that a resume set aside.
+# Prefix of a damaged checkpoint's folder that a resume has renamed.
 DAMAGED = "damaged_"
 _STATE = "state.json"
-# PEFT's name.
+# PEFT's file name.
 ADAPTER_CONFIG = "adapter_config.json"
 _CHAT_FILES = ("tokenizer_config.json", "generation_config.json")
 
@@ -31,9 +31,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def local_folder(model: str) -> Path | None:
-    """Return the folder of a model or adapter, or of a hub name in the local hub cache; None if there is no folder."""
+    """Return the local folder of a model or adapter, given as a path or as a cached hub name; None if there is none."""
     folder = Path(model)
-    # Path.is_dir would raise for a text that cannot name a file.
+    # Path.is_dir would raise for an impossible file name.
     if os.path.isdir(folder):
         return folder
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
@@ -43,15 +43,15 @@ def local_folder(model: str) -> Path | None:
 
 
 def local_adapter(model: str) -> Path | None:
-    """Return `local_folder` of an adapter; None for a whole model, and if there is no folder."""
+    """Return the local folder of an adapter; None for a whole model, or without a local folder."""
     folder = local_folder(model)
     return folder if folder is not None and is_adapter(folder) else None
 
 
 def chat_folder(model: str) -> str:
-    """Return the folder or hub name of a model's tokenizer, chat template and end tokens.
+    """Return the folder or hub name that has a model's tokenizer, chat template and end tokens.
 
-    It is the adapter's own folder if that has all these files, as rlctl writes it, else the base model's.
+    For an adapter it is the adapter's folder if that has these files (as rlctl writes it), else the base model's.
     """
     adapter = local_adapter(model)
     if adapter is None or all(os.path.isfile(adapter / name) for name in _CHAT_FILES):
@@ -61,18 +61,18 @@ def chat_folder(model: str) -> str:
 
 
 def is_model(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face folder, or PEFT's folder of an adapter."""
+    """Return True if `path` is a Hugging Face model folder or a PEFT adapter folder."""
     return os.path.isfile(path / "config.json") or is_adapter(path)
 
 
 def is_adapter(path: Path) -> bool:
-    """Return True if `path` is PEFT's folder of an adapter without a model in it."""
+    """Return True if `path` is a PEFT adapter folder without a whole model in it."""
     has_model = any(os.path.isfile(path / name) for name in ("model.safetensors", "model.safetensors.index.json"))
     return os.path.isfile(path / ADAPTER_CONFIG) and not has_model
 
 
 def base_of(adapter: Path) -> str:
-    """Return the folder or hub name of the model that an adapter is for; empty if its config cannot be read."""
+    """Return the folder or hub name of an adapter's base model; empty if the adapter's config cannot be read."""
     with suppress(ModelError, ValueError):
         base = read_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(base, str):
@@ -82,7 +82,7 @@ def base_of(adapter: Path) -> str:
 
 
 def names_weights(path: Path) -> bool:
-    """Return True if `path` is a Hugging Face folder, a checkpoint or a run."""
+    """Return True if `path` is a model or adapter folder, a checkpoint or a run."""
     return is_model(path) or is_checkpoint(path) or is_run(path)
 
 
@@ -94,31 +94,32 @@ def run_names(folder: Path) -> list[str]:
 
 
 def exported_weights(path: Path) -> Path:
-    """Return the Hugging Face folder of a run's newest checkpoint, or of a checkpoint; any other path as it is.
+    """Return the exported Hugging Face folder of a checkpoint, or of a run's newest one. Return any other path
+    unchanged.
 
-    Raises FileNotFoundError with a line for the user if a run or a checkpoint has no such folder.
+    Raises FileNotFoundError with a line for the user if there is no exported folder.
     """
     if is_model(path) or not (is_checkpoint(path) or is_run(path)):
         return path
     checkpoint = path if is_checkpoint(path) else _newest_checkpoint(path)
     if not is_model(checkpoint / "hf"):
         if not is_checkpoint(checkpoint):
-            # A run that still trains has pruned this checkpoint since, and saved another.
+            # A live run has just deleted this checkpoint and saved a newer one.
             return exported_weights(path)
         raise FileNotFoundError(f"{checkpoint} has no hf/ folder: its run had checkpoint.export=false")
     return checkpoint / "hf"
 
 
 def checkpoint_folders(checkpoints: Path, prefix: str = "") -> list[tuple[int, Path]]:
-    """Return (step, folder) of each folder that is named like a checkpoint, after `prefix`, the oldest first."""
+    """Return (step, folder) for each folder named `prefix` plus step_N, the lowest step first."""
     names = ((re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in checkpoints.glob(f"{prefix}step_*"))
     return sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
 
 
 def newest_folder(checkpoints: Path) -> tuple[int, Path] | None:
-    """Return (step, folder) of the newest checkpoint, which may be damaged; None for none.
+    """Return (step, folder) of the newest checkpoint, which may be damaged; None if there is none.
 
-    A checkpoint that a resume set aside counts until another is saved.
+    A damaged checkpoint that a resume has renamed counts until a newer one is saved.
     """
     folders = checkpoint_folders(checkpoints)
     saved_ns = max((_modified_ns(path / _STATE) for _, path in folders), default=0)
@@ -128,7 +129,7 @@ def newest_folder(checkpoints: Path) -> tuple[int, Path] | None:
 
 
 def _modified_ns(path: Path) -> int:
-    """Return the time of the last change, in nanoseconds; 0 for a path that is gone."""
+    """Return the time of the last change in nanoseconds; 0 for a missing path."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -136,7 +137,7 @@ def _modified_ns(path: Path) -> int:
 
 
 def _newest_checkpoint(run: Path) -> Path:
-    """Return the newest checkpoint of a run. Raises FileNotFoundError if the run has none, or the newest is damaged."""
+    """Return a run's newest checkpoint. Raises FileNotFoundError if there is none, or if the newest is damaged."""
     checkpoints = run / "checkpoints"
     step_and_folder = newest_folder(checkpoints)
     if step_and_folder is None:
@@ -145,7 +146,7 @@ def _newest_checkpoint(run: Path) -> Path:
     if not newest.name.startswith(DAMAGED) and _has_state(newest, step):
         return newest
     if newest_folder(checkpoints) != step_and_folder:
-        # A run that still trains has pruned this checkpoint since, and saved another.
+        # A live run has just deleted this checkpoint and saved a newer one.
         return _newest_checkpoint(run)
     readable = [path for step, path in checkpoint_folders(checkpoints) if path != newest and _has_state(path, step)]
     remedy = f"; the one before: {readable[-1]}" if readable else ""
@@ -153,7 +154,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _has_state(checkpoint: Path, step: int) -> bool:
-    """Return True if the state of a checkpoint can be read and is of this step."""
+    """Return True if a checkpoint's state.json can be read and is of this step."""
     try:
         return bool(json.loads((checkpoint / _STATE).read_text())["step"] == step)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Scalars of a config: their conversion to the type of a key, their limits, and both in words."""
+"""Conversion of config scalars to the type of a key, checks of limits, and descriptions of both for messages."""
 
 import math
 import operator
@@ -12,7 +12,7 @@ from rlctl.config.provenance import ConfigNode
 TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 _COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
-# Largest 64-bit integer, the bound of torch, numpy and vLLM.
+# Largest 64-bit integer, the limit of torch, numpy and vLLM.
 _LARGEST_INTEGER = 2**63 - 1
 _NUMBER_TEXT = re.compile(r"[-+]?(\d[\d_]*)?\.?\d+([eE][-+]?\d+)?")
 _WITH_COMMAS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -25,7 +25,7 @@ def describe_limits(limits: Any) -> str:
 
 
 def match_scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
-    """Return the value as one of the hint's types, or None where none fits."""
+    """Return the value converted to one of the hint's types; None if no type fits."""
     value = node.value
     allowed = alternatives(hint)
     if isinstance(value, str) and (value in literals(hint) or str in allowed):
@@ -40,14 +40,14 @@ def match_scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     if isinstance(value, str) and float in allowed and _NOT_FINITE.fullmatch(value):
-        # YAML writes .inf and .nan. `limit_mistake` refuses the number, and names the allowed ones.
+        # `inf` and `nan` without YAML's dot count as numbers, so that `limit_mistake` names the allowed range.
         return float(value)
-    # `name: 007`, or an override such as pattern=[0-9]: text that YAML takes for something else.
+    # Text that YAML reads as another type, for example `name: 007` or an override pattern=[0-9].
     return node.text if str in allowed and value is not None else None
 
 
 def number_remark(value: object, allowed: tuple[Any, ...]) -> str:
-    """Return a remark on a number in quotes or with commas where a number is allowed; nothing for any other value."""
+    """Return a remark if a text is a number in quotes or with commas, and a number is allowed; else an empty text."""
     if not isinstance(value, str) or not {int, float} & set(allowed):
         return ""
     if _WITH_COMMAS.fullmatch(value):
@@ -56,14 +56,14 @@ def number_remark(value: object, allowed: tuple[Any, ...]) -> str:
 
 
 def limit_mistake(node: ConfigNode, value: int | float, limits: Any) -> str:
-    """Return the limits that a number breaks, and the number; empty if it keeps them."""
-    # A whole number is finite, also one that no float holds.
+    """Return a message with the limits and the number if it violates them; else an empty text."""
+    # A whole number is always finite, even if no float can represent it.
     is_finite = isinstance(value, int) or math.isfinite(value)
     limits_text = describe_limits(limits)
     if not is_finite:
         separator = ", " if limits_text else ""
         return f"a finite number{separator}{limits_text}, not {describe_node(node)}"
-    # A number with a fraction may be any finite number, unless its key has limits.
+    # Whole numbers are limited to 64 bits. Other numbers may be any finite number within the key's limits.
     lowest = -_LARGEST_INTEGER if isinstance(value, int) else -math.inf
     highest = limits.get("most", _LARGEST_INTEGER if isinstance(value, int) else math.inf)
     if value > highest:
@@ -76,7 +76,7 @@ def limit_mistake(node: ConfigNode, value: int | float, limits: Any) -> str:
 
 
 def describe(hint: Any) -> str:
-    """Return a type in words."""
+    """Return a description of a type for messages, for example "a whole number or null"."""
     words = literals(hint)
     names = [", ".join(words)] if words else []
     names += [TYPE_NAMES[alternative] for alternative in alternatives(hint) if not get_args(alternative)]

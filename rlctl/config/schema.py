@@ -1,6 +1,6 @@
-"""The config of a run: the sections that most kinds have, those of SFT, and the two kinds themselves.
+"""Schema of a run's config: sections of all kinds of run, sections of SFT, and the two kinds themselves.
 
-A key that is a Python keyword has an underscore behind it here (`async_`), and nowhere else.
+A key that is a Python keyword has a trailing underscore as a field (`async_`), but not in a config.
 """
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
@@ -139,17 +139,17 @@ class CompiledGraphSection:
 
 
 class StepShape(NamedTuple):
-    """Sizes of a step of training."""
+    """Sizes of one training step."""
 
-    # Prompts, or samples of SFT.
+    # Number of prompts (GRPO) or samples (SFT).
     prompts: int
-    # Rollouts of each prompt.
+    # Number of rollouts of each prompt; 1 in SFT.
     group: int
     updates: int
 
     @property
     def per_update(self) -> int:
-        """Rollouts, or samples, that one optimizer update trains on."""
+        """Number of rollouts or samples in one optimizer update."""
         return self.prompts * self.group // self.updates
 
 
@@ -205,7 +205,7 @@ class GrpoConfig:
 
     @property
     def sft(self) -> None:
-        """No section of SFT."""
+        """None: this is no SFT run."""
         return None
 
     @property
@@ -215,14 +215,15 @@ class GrpoConfig:
 
     @property
     def opens_prompts(self) -> bool:
-        """True if prompts are known once an episode begins: an environment or an agent writes them."""
+        """True if an environment or an agent writes the prompts, so that they are known only when an episode begins."""
         return self.environment.is_enabled or self.agent.is_enabled
 
     @property
     def compares_apart(self) -> bool:
-        """True if trainer and engines are compared on tokens sampled for the check (`health.parity_every`).
+        """True if log-probs of trainer and engines are compared on extra tokens, sampled every `health.parity_every`
+        steps.
 
-        A step's own tokens tell the gap where the whole distribution of the newest weights sampled them.
+        Else a step's own tokens are compared: they were sampled by the newest weights from the whole distribution.
         """
         return self.async_.enabled or self.generation.cuts_distribution
 
@@ -242,17 +243,17 @@ class GrpoConfig:
 
     @property
     def needs_prompts(self) -> bool:
-        """True if every row has a prompt: an environment or an agent may pose the whole task."""
+        """True if every row must have a prompt. With an environment or an agent none is needed."""
         return not self.opens_prompts
 
     @property
     def needs_answers(self) -> bool:
-        """True if every row has a reference answer."""
+        """True if every row must have a reference answer."""
         return needs_answers(self.rewards)
 
     @property
     def further_stops(self) -> list[int] | None:
-        """Tokens that end a sampled answer besides the usual ones."""
+        """Ids of tokens that end a sampled answer in addition to the model's own."""
         return self.generation.stop_token_ids
 
 
@@ -299,17 +300,17 @@ class SftConfig:
 
     @property
     def needs_prompts(self) -> bool:
-        """True: every row has a prompt, or a chat."""
+        """True: every row must have a prompt or a chat."""
         return True
 
     @property
     def needs_answers(self) -> bool:
-        """True: every row has an answer, or a chat."""
+        """True: every row must have an answer or a chat."""
         return True
 
     @property
     def further_stops(self) -> list[int] | None:
-        """None: nothing is sampled."""
+        """None: an SFT run samples nothing."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Sections on telemetry: trackers and their packages, and the dashboard."""
+"""Schema of telemetry: trackers, the dashboard, and recorded rollouts."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 

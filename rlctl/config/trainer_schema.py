@@ -1,4 +1,4 @@
-"""The sections of training: the trainer, its optimizer, and adapters."""
+"""Schema of training: the trainer, its optimizer, and adapters."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 

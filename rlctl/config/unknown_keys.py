@@ -1,12 +1,12 @@
-"""The answer to a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
+"""Remarks on unknown keys: the right section, the right spelling, or rlctl's equal of another tool's key. Pure.
 
-`KnownKeys` looks for the answer in this order: a part that rlctl lacks, such as `critic`; a peer's key by its whole
-path or two of its words; a longer or shorter form of a name in the same section; a peer's key by its last word; the
-same name in another section of this kind of run; a near name in the same section; a near name in a section of nearly
-the same name. The last three are then tried for other kinds.
+`KnownKeys` looks for a remark in this order: a feature that rlctl lacks, such as `critic`; a key of another tool (a
+peer) with the same path or the same last two words; a longer or shorter form of a name in the same section; a peer's
+key with the same last word; the same name in another section of this kind of run; a similar name in the same section;
+the same name in the other kind of run; a similar name in a section with a similar name, first of this kind of run.
 
-A wrong answer is worse than no answer. So a name alone leads to another section only if it says what it sets
-(`gpu_memory_utilization`, `lr`): `enabled`, `path` and `backend` mean something else in each section.
+A wrong remark is worse than none. So a name without its section leads to another section only if the name is clear by
+itself (`gpu_memory_utilization`, `lr`). `enabled`, `path` and `backend` mean something else in each section.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,22 +16,23 @@ from rlctl.config.errors import did_you_mean
 from rlctl.config.peer_keys import FORMERLY, PeerKey, peer_keys
 from rlctl.config.provenance import ConfigNode, children
 
-# Least ratio at which two words count as the same or as near, from 0 to 1. Sections are compared more strictly for a
-# name that is not clear by itself, and names more strictly in another section.
+# Least similarity, from 0 to 1, at which two words count as the same or as similar. Sections are compared more strictly
+# for a name that is not clear by itself, and names are compared more strictly in another section.
 _SAME_SECTION = 0.6
 _EQUAL_SECTION = 0.8
 _NEAR_HERE = 0.75
 _NEAR_ELSEWHERE = 0.8
 _VERY_NEAR = 0.9
 _SHORTEST_FORM = 3
-# Names of one word that mean the same in every section. Other words need the section: `type`, `enabled`, `path`.
+# One-word names that are clear without their section. Others, such as `type`, `enabled` or `path`, are not.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
 
 
 class KnownKeys:
-    """The keys of a schema: dotted key -> True for a section.
+    """Known keys of a schema, which find the remark for an unknown key.
 
-    all_keys: the keys of other kinds too. peers: keys of other tools are known too.
+    keys: dotted key -> True for a section, for this kind of run. all_keys: the same for all kinds. peers: True: use
+    other tools' keys too.
     """
 
     def __init__(self, keys: Mapping[str, bool], all_keys: Mapping[str, bool], peers: bool) -> None:
@@ -47,14 +48,15 @@ class KnownKeys:
     def remark(self, path: str, names: list[str], is_section: bool = False) -> str:
         """Return the text after "unknown key" for the dotted `path`.
 
-        names: all names that its section has. is_section: the key is a section itself.
+        names: keys that exist in its section. is_section: True if the unknown key is a section.
         """
         remark = self._find_remark(path, names, is_section)
         return remark or f"; {path.rpartition('.')[0] or 'a config'} has {', '.join(names)}"
 
     def knows(self, path: str, names: list[str]) -> bool:
-        """Return True if an unknown section with `names` is known as a whole. It is then a part of rlctl under another
-        key, or a part that rlctl lacks.
+        """Return True if one remark fits a whole unknown section with the keys `names`.
+
+        That is so if rlctl has this section elsewhere, or if it is a peer's section that has its own row.
         """
         for section in _keys_with_name(path.rpartition(".")[2], self._all_keys, sections_only=True):
             if all(f"{section}.{name}" in self._all_keys for name in names):
@@ -62,7 +64,9 @@ class KnownKeys:
         return self._absent_part(path) is not None or self._is_whole(path)
 
     def iterate_values(self, node: ConfigNode, path: str) -> Iterator[tuple[str, ConfigNode]]:
-        """Yield (path, node) of each value in an unknown section; a section that a peer's key names is one value."""
+        """Yield (path, node) of each value in an unknown section. An inner section with its own peer row is yielded as
+        one.
+        """
         named_children = children(node)
         if not named_children or self._absent_part(path) is not None or self._is_whole(path):
             yield path, node
@@ -71,18 +75,18 @@ class KnownKeys:
             yield from self.iterate_values(child, f"{path}.{name}")
 
     def _is_whole(self, path: str) -> bool:
-        """Return True if a peer's key of two words or more is the whole section."""
+        """Return True if the path ends in a peer's key of at least two words."""
         return any("." in peer.key and f".{path}".endswith(f".{peer.key}") for peer in self._peers)
 
     def _absent_part(self, path: str) -> PeerKey | None:
-        """Return the part of a peer on this path that rlctl lacks, such as `critic`; None if there is none."""
+        """Return the row of a feature on this path that rlctl lacks, such as `critic`; None if there is none."""
         words = path.split(".")
         sections = [f".{'.'.join(words[:end])}" for end in range(1, len(words) + 1)]
         absent = [peer for peer in self._peers if not peer.rlctl_key]
         return next((peer for peer in absent if any(section.endswith(f".{peer.key}") for section in sections)), None)
 
     def has_remark(self, path: str) -> bool:
-        """Return True if there is a remark on `path` without the names of its section."""
+        """Return True if a remark on `path` can be found without the keys of its section."""
         return bool(self._find_remark(path, [], is_section=False))
 
     def _find_remark(self, path: str, names: list[str], is_section: bool) -> str:
@@ -100,7 +104,7 @@ class KnownKeys:
             return section_remark
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], names, _NEAR_HERE)
-        # The very name of another kind's key comes before a name that is only near.
+        # An identical name in another kind of run comes before a similar name.
         return (
             _elsewhere_remark(path, self._keys, is_section)
             or did_you_mean(words[-1], names, _NEAR_HERE)
@@ -110,7 +114,7 @@ class KnownKeys:
         )
 
     def _other_form(self, path: str, names: list[str]) -> str:
-        """Return the value of the same section whose name is the path's last word in another form: betas for beta."""
+        """Return a key of the same section that is another form of the path's last word, for example betas for beta."""
         section, _, word = path.rpartition(".")
         values = [name for name in names if not self._keys.get(f"{section}.{name}" if section else name, True)]
         forms = [name for name in values if name.startswith(word) or word.startswith(name)]
@@ -124,17 +128,17 @@ class KnownKeys:
         return min((name for name in values if parts < set(name.split("_"))), key=len, default="")
 
     def _nearest_peer(self, words: list[str], min_words: int) -> PeerKey | None:
-        """Return the peer's key that shares most words with the path, from its end.
+        """Return the peer's key that shares the most words with the path, counted from the end.
 
-        One word alone must be clear. It must not be an rlctl name too, unless it is a tool's whole key, with another
-        meaning.
+        A single shared word must be clear by itself. It must not be a name of rlctl too, unless it is the peer's whole
+        key and means something else there.
         """
         nearest: PeerKey | None = None
         most_shared = (0, False)
         for peer in self._peers:
             peer_words = peer.key.split(".")
             count = _count_shared_end(words, peer_words)
-            # Among equals the key that the path names whole.
+            # Among keys with the same count one that is contained as a whole wins.
             shared = (count, count == len(peer_words))
             if nearest is None or shared > most_shared:
                 nearest = peer
@@ -149,7 +153,7 @@ class KnownKeys:
         return nearest
 
     def _section_remark(self, path: str) -> str:
-        """Return a remark on a peer's section whose keys are all in one section of rlctl."""
+        """Return a remark for a peer's section if all of its keys are in one section of rlctl; else an empty text."""
         peers = [peer for peer in self._peers if peer.key.startswith(f"{path}.")]
         rlctl_sections = {peer.rlctl_key.rpartition(".")[0] for peer in peers}
         if len(peers) == 1 or len(rlctl_sections) != 1:
@@ -164,11 +168,11 @@ class KnownKeys:
         return f"; {subject} {self._key_of_this_kind(peer.rlctl_key)}{note}"
 
     def _key_of_this_kind(self, rlctl_key: str) -> str:
-        """Return the key of this kind of run from `grpo.a or sft.b`; the whole text if none is of this kind."""
+        """Return the key of this kind of run from a text such as `grpo.a or sft.b`; the whole text if there is none."""
         return next((key for key in rlctl_key.split(" or ") if key in self._keys), rlctl_key)
 
     def _other_kind_remark(self, path: str, is_section: bool) -> str:
-        """Return a remark on a key of another kind of run, with this kind's key for the same peer's key."""
+        """Return a remark that a key is of another kind of run, with the equal key of this kind if there is one."""
         key = next(iter(_keys_of_one_meaning(path, self._all_keys, is_section)), None)
         if key is None:
             return ""
@@ -184,7 +188,7 @@ def _keys_with_name(name: str, keys: Mapping[str, bool], sections_only: bool) ->
 
 
 def _keys_of_one_meaning(path: str, keys: Mapping[str, bool], sections_only: bool) -> list[str]:
-    """Return the keys with the path's last word in nearly the same section; without any, all if the word is clear."""
+    """Return the keys with the path's last word in a similar section; if none, all such keys if the word is clear."""
     name = path.rpartition(".")[2]
     same_name = _keys_with_name(name, keys, sections_only)
     is_clear = _is_clear(name) or sections_only or "." not in path
@@ -194,12 +198,12 @@ def _keys_of_one_meaning(path: str, keys: Mapping[str, bool], sections_only: boo
 
 
 def _is_clear(name: str) -> bool:
-    """Return True if a name tells its meaning without the name of its section."""
+    """Return True if a name is clear without the name of its section."""
     return "_" in name or name in _CLEAR_WORDS
 
 
 def _elsewhere_remark(path: str, keys: Mapping[str, bool], sections_only: bool) -> str:
-    """Return a remark on the keys with the path's last word."""
+    """Return a remark that names other keys with the path's last word."""
     same_meaning = _keys_of_one_meaning(path, keys, sections_only)
     if len(same_meaning) == 1 and _sections_ratio(path, same_meaning[0]) >= _SAME_SECTION:
         return f"; did you mean {same_meaning[0]}?"
@@ -207,7 +211,7 @@ def _elsewhere_remark(path: str, keys: Mapping[str, bool], sections_only: bool) 
 
 
 def _near_key_remark(path: str, keys: Mapping[str, bool]) -> str:
-    """Return a remark on the key in nearly the same section whose last word is nearest to the path's."""
+    """Return a remark that names the key in a similar section whose last word is the most similar."""
     name = path.rpartition(".")[2]
     ratios: dict[str, float] = {}
     for key in keys:
@@ -219,7 +223,7 @@ def _near_key_remark(path: str, keys: Mapping[str, bool]) -> str:
 
 
 def _count_shared_end(words: list[str], other_words: list[str]) -> int:
-    """Return the number of words that two paths share, from the end."""
+    """Return the number of equal words at the end of two paths."""
     count = 0
     for word, other_word in zip(reversed(words), reversed(other_words)):
         if word != other_word:
@@ -229,7 +233,9 @@ def _count_shared_end(words: list[str], other_words: list[str]) -> int:
 
 
 def _sections_ratio(path: str, key: str) -> float:
-    """Return the similarity of the sections of two keys, by their whole paths or their last words; 0 at the top."""
+    """Return the similarity of the sections of two keys: the larger of that of whole paths and of last words; 0 without
+    a section.
+    """
     section = path.rpartition(".")[0]
     key_section = key.rpartition(".")[0]
     if not section:
@@ -238,7 +244,7 @@ def _sections_ratio(path: str, key: str) -> float:
 
 
 def _near_ratio(word: str, other_word: str) -> float:
-    """Return the similarity of two words that may be near, else 0: the letters alone tell most words apart."""
+    """Return the similarity of two words; 0 without computing it if their letters show that it is too low."""
     matcher = SequenceMatcher(None, word, other_word)
     may_be_near = min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _NEAR_ELSEWHERE
     return matcher.ratio() if may_be_near else 0.0
