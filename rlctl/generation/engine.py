@@ -1,11 +1,11 @@
-"""Port `Engine`: a process that samples turns from the policy and receives new weights.
+"""Interface `Engine`: an object in a separate process that samples turns from the policy and receives new weights.
 
 vLLM (`generation/vllm/`) is the first implementation. Another engine is a class with these methods, and an `EngineKind`
-(`generation/spec.py`) that builds the class: `generation.engine=my_engine.py:KIND` chooses it. No other folder depends
-on the kind of engine.
+(`generation/spec.py`) that builds an object of the class. `generation.engine=my_engine.py:KIND` chooses it. No other
+folder depends on the kind of engine.
 
-An engine runs in a `WorkerActor`. The driver calls its methods by name, and waits for each answer with a deadline.
-`tests/system/test_engine_port.py` tests the promises below.
+The process of an engine is a `WorkerActor`. The driver calls the engine's methods by name, and waits for each answer
+with a deadline. `tests/system/test_engine_port.py` tests the promises of the docstrings below.
 """
 
 from dataclasses import dataclass, field
@@ -17,21 +17,21 @@ from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.refit.protocol import LoadMode as LoadMode
 from rlctl.refit.refit_plan import ReceivesWeights
 
-# Part of the device memory of an engine. `sleep` frees both parts, `wake` allocates one part again.
+# Part of an engine's device memory. `sleep` frees both parts, `wake` allocates one part again.
 MemoryPart = Literal["weights", "kv_cache"]
-# Seconds for which finished answers wait for others, so that one call returns several: a call costs the driver about
-# 1 ms, and delays the engine's steps.
+# `collect` waits this long for further answers, so that one call returns several. A call costs the driver about 1 ms,
+# and delays the engine's steps.
 GATHER_S = 0.02
-# Most such waits in a row. They go on only while enough requests wait in the engine to keep its steps full.
+# The most such waits in a row. A further wait needs enough requests in the engine to keep its steps full.
 GATHER_ROUNDS = 10
 GATHER_MOST_S = GATHER_ROUNDS * GATHER_S
-# Number of answers, or of requests, after which a call waits for no more.
+# A call with this number of answers (`collect`) or of requests (`submit`) waits for no more.
 ENOUGH = 32
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the engine's start. An engine with requests whose totals do not change is considered hung."""
+    """Totals since the engine's start. An engine counts as hung if they stay equal while requests are in flight."""
 
     # Seconds spent in steps.
     busy: float = 0.0
@@ -40,12 +40,12 @@ class EngineStats:
     # Number of sampled tokens: a step samples one token for each of its sequences.
     tokens: int = 0
     steps: int = 0
-    # Number of prompt tokens of requests that began, and how many of these the prefix cache had.
+    # Number of prompt tokens of requests that began, and number of prompt tokens that were in the prefix cache.
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    # Number of sequences of `max_model_len` tokens that the key-value cache holds; 0 if unknown.
+    # Number of sequences of `max_model_len` tokens for which the key-value cache has room; 0 if unknown.
     holds: int = 0
-    # Time at which the totals were read, seconds of the engine's own clock.
+    # Time at which the totals were read, by the clock of the engine's process, in seconds.
     at: float = field(default=0.0, compare=False)
 
 

@@ -1,7 +1,7 @@
-"""The generator: a pool of engines at one weight version, which replaces engines that die.
+"""The generator: a pool of engines at one weight version. It replaces engines that die or hang.
 
-An engine that dies or hangs is rebuilt at the trainer's version. An engine whose node is gone is not rebuilt: the pool
-continues with the others. The same error from two engines that have sampled no token ends the run.
+A replacement gets the trainer's weight version. If an engine's node is gone, there is no replacement: the pool
+continues with the other engines. If two engines raise the same error before they have sampled a token, the run ends.
 """
 
 import re
@@ -35,13 +35,13 @@ _SLICE_S = 5.0
 
 @dataclass(frozen=True)
 class EngineSlot:
-    """Place in which an engine runs, kept when the engine is replaced."""
+    """Environment and node of an engine. A replacement of the engine gets the same slot."""
 
     # Environment variables of the engine's process.
     environment: dict[str, str]
     # Node of the engine; None: the cluster has only one node.
     node: NodeLease | None = None
-    # Explains why a call of the engine waits, see `WorkerSpec`.
+    # Warns about calls of the engine that take long, see `WorkerSpec`.
     waits: Waits | None = None
 
 
@@ -89,12 +89,12 @@ class GeneratorPool:
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
     def connect(self, refit: Refit | RefitByNode) -> None:
-        """Open `refit` to every engine, and use it for all later refits. Emit how each engine receives weights."""
+        """Connect every engine to `refit`, and use it for all later refits. Emit how each engine receives weights."""
         self._refit = refit
         try:
             choices = refit.open(self.ends())
         except EnginesLost as error:
-            # No engine has sampled anything yet, so that nothing is lost: raise the reason of the engine that failed.
+            # No engine has sampled anything yet, so do not rebuild: raise the error of the engine that failed.
             raise next(iter(error.reasons.values())) from error
         names: dict[LoadMode, list[str]] = {}
         for engine, choice in zip(self.engines, choices):
@@ -105,9 +105,9 @@ class GeneratorPool:
     def sync(self, version: int, checks: Checks | None = None) -> RefitReport:
         """Bring every engine to the trainer's `version`, and rebuild engines that are lost meanwhile.
 
-        If the engines sleep, the trainer frees its memory first, and the engines are awake afterwards. checks: used
-        instead of the run's checks. Call it, like every method that replaces engines, only while the trainer is at
-        `version` and does nothing else.
+        If the engines sleep, the trainer frees its memory first, and the engines are awake afterwards. checks: replaces
+        the run's `refit.checksum`. Call this method, as every method that replaces engines, only while the trainer is
+        at `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and the error of a trainer.
         """
         refit = self._open_refit
@@ -135,7 +135,7 @@ class GeneratorPool:
         return replace(report, rest=rest_seconds, wake=wake_seconds)
 
     def _wake(self, part: MemoryPart) -> float:
-        """Have all engines allocate a part of their memory again; return the seconds."""
+        """Make all engines allocate a part of their memory again; return the seconds that this took."""
         begin = time.perf_counter()
         self.call(Engine.wake, part)
         return time.perf_counter() - begin
@@ -153,7 +153,7 @@ class GeneratorPool:
 
     @property
     def at_a_time(self) -> int:
-        """Number of rollouts that an engine decodes at a time."""
+        """The most sequences that an engine decodes at a time."""
         return self._spec.max_num_seqs
 
     def replace(self, lost: dict[int, Exception], early: Collection[int] = ()) -> None:
@@ -174,7 +174,7 @@ class GeneratorPool:
         return self._spec.sleeps
 
     def rest(self) -> None:
-        """Have all engines sleep until the next refit: their device memory is free for the trainer."""
+        """Make all engines sleep until the next refit, so that their device memory is free for the trainer."""
         self.call(Engine.sleep)
         self.asleep = True
 
@@ -228,7 +228,7 @@ class GeneratorPool:
         """Raise EngineUnusable if an earlier engine raised the same error before it had sampled a token."""
         failure = error.failures[0]
         text = f"{failure.type}: {failure.text}"
-        # Two failures of one kind differ in addresses, ids and sizes.
+        # Replace numbers, because the same error of two engines differs in addresses, ids and sizes.
         kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
         if kind in self._early:
             self._emit("engine_lost", engine=index, reason=str(error))
@@ -251,8 +251,8 @@ class GeneratorPool:
         Return the rebuilt slots.
 
         behind: slots of intact engines that missed the version. They get the version at once and continue, while the
-        new engines start. An engine that is lost meanwhile is rebuilt too, until all are at `version`. An engine whose
-        node is gone is left out from now on. Raises NoEngineLeft if no engine remains, and RuntimeError when
+        new engines start. Engines that are lost meanwhile are rebuilt too, until all are at `version`. A slot whose
+        node is gone stays empty. Raises NoEngineLeft if no engine remains, and RuntimeError when
         `generation.max_restarts` are used up.
         """
         begin = time.monotonic()
@@ -279,8 +279,8 @@ class GeneratorPool:
                     self._refit.resend(called_ends, fresh_ends, late_ends, version)
                 break
             except EnginesLost as error:
-                # An intact engine missed the version because another engine failed: it is sent the version again. If
-                # all failed engines are intact, no other engine is the cause: all are rebuilt.
+                # An intact engine missed the version because another engine failed. It gets the version again. If all
+                # named engines are intact, none is known to be the cause, and all are rebuilt.
                 broken = [place for place in error.reasons if place not in error.intact] or list(error.reasons)
                 for place in broken:
                     self._count_loss(called[place], error.reasons[place])
@@ -293,12 +293,12 @@ class GeneratorPool:
         return restarted
 
     def _alive(self) -> list[tuple[int, Worker]]:
-        """Return (slot, engine) of every engine that is not gone."""
+        """Return (slot, engine) of every slot whose node is not gone."""
         return [(index, worker) for index, worker in enumerate(self.slots) if worker]
 
     def _restart(self, lost: Sequence[int]) -> list[int]:
         """Start new engines in the `lost` slots, except where the node is gone. Return all slots with a lost engine."""
-        # The lost node may have held other engines, whose loss was not noticed yet.
+        # A lost node may have had further engines, whose loss was not noticed yet.
         without_node = [index for index, worker in self._alive() if worker.lost_its_node]
         lost = sorted({*lost, *without_node})
         for index in lost:

@@ -1,7 +1,7 @@
-"""Requests to an engine and its answers. Both hold tokens, never text.
+"""Requests to an engine, and its answers. Both contain tokens, never text.
 
-A request is one turn of one rollout. Answers travel between processes as columns (`PackedCompletions`), not as
-thousands of small arrays.
+A request is one turn of one rollout. Answers are sent between processes as a few large arrays (`PackedCompletions`),
+not as thousands of small ones.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 # parity: trainer and engine are compared, so the engine samples from the whole distribution, without top_p and top_k.
 Purpose = Literal["train", "validation", "parity"]
-# Number of the seed stream of each purpose, so that no two purposes share seeds; a resampled group has another stream.
+# Number of each purpose's stream of seeds, so that no two purposes share seeds. Resampled groups have another stream.
 _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
 _RESAMPLED = 3
 
@@ -26,11 +26,12 @@ class RolloutId:
     """Identity of one attempt at a task. A rollout's seed is a function of this identity and the run's seed."""
 
     purpose: Purpose
-    # Id of the task's draw.
+    # Id of the drawn task, for example e0-r17: epoch and row.
     task: str
-    # Number of the group. In training: the number of the task's draw. Else: step * groups_per_step + place of the task.
+    # Number of the group. In training: the number of the task's draw. Otherwise: version * groups_per_step + index of
+    # the task.
     group: int
-    # Place of the rollout in its group.
+    # Index of the rollout in its group.
     index: int
     # Number of times that the group was resampled on purpose, not because an engine was lost.
     attempt: int = 0
@@ -57,7 +58,8 @@ class RequestId:
 def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int:
     """Return the seed of a rollout, below 2^31. It is the same after a resume.
 
-    Group number g belongs to step g // groups_per_step. The rollouts of a group have consecutive seeds.
+    Seeds of groups are drawn together for each step: group number g belongs to step g // groups_per_step. The rollouts
+    of a group have consecutive seeds.
     """
     step, place = divmod(rollout.group, groups_per_step)
     stream = _RESAMPLED if rollout.attempt else _STREAMS[rollout.purpose]
@@ -110,8 +112,10 @@ class Completion:
 
 
 def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray[np.int32]:
-    """Return the weight version of each of `length` tokens, int32. stretches: (index of the first token with this
-    version, version), ascending."""
+    """Return the weight version of each of `length` tokens, int32 [length].
+
+    stretches: ascending pairs (index of the first token with this version, version).
+    """
     starts = [min(start, length) for start, _ in stretches] + [length]
     return np.repeat(np.array([version for _, version in stretches], np.int32), np.diff(starts))
 
@@ -138,7 +142,7 @@ class PackedCompletions:
             versions=np.zeros(0, np.int32),
             finish="stop",
         )
-        # `np.concatenate` refuses an empty list.
+        # Without completions take an empty one, because `np.concatenate` refuses an empty list.
         rows = completions or [empty]
         return cls(
             lengths=np.array([len(completion.tokens) for completion in completions], np.int32),

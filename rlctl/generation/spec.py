@@ -1,4 +1,4 @@
-"""Specification of an engine, plain data that travels to the engine's process; and the kinds of engines by name."""
+"""`EngineSpec`, the plain data from which an engine is built in its process, and the kinds of engines by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +19,8 @@ from rlctl.utils.user_code import load_object
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Log-normal lengths that answers are forced to have. For benchmarks with random weights, whose answers would not
-    have realistic lengths."""
+    """Log-normal distribution of lengths at which answers end. It is for benchmarks with random weights, whose answers
+    would not have realistic lengths."""
 
     # Mean number of tokens, before lengths are clipped to the limit.
     mean: float
@@ -117,6 +117,5 @@ def engine_options(section: EngineSection, device: Device) -> Mapping[str, Any]:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Build an engine; called in its process. The kind travels as a name, so that only this process imports a user's
-    file."""
+    """Build an engine. This is called in the engine's process, so that only this process imports a user's file."""
     return engine_kind(spec.kind).make(spec)

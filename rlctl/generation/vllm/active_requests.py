@@ -4,7 +4,7 @@ r"""Requests in flight in an engine: one record for each, from `submit` until `c
                  |  \--- engine poisoned -> FAILED -- collect raises --> gone
                  \------ abort -----------------------------------> gone
 
-Only bookkeeping and a lock: the engine's thread changes records, and a caller's thread waits for finished ones.
+The engine's thread changes records, and a caller's thread waits for finished ones. A lock guards both.
 """
 
 import threading
@@ -28,7 +28,10 @@ _ORDINARY_STEPS = 64
 
 
 def after_step(stats: EngineStats, seconds: float, sequences: int, cache: Any) -> EngineStats:
-    """Return the totals after one more step of `sequences`. cache: vLLM's `PrefixCacheStats` since the start."""
+    """Return the totals after one more step of `seconds` that sampled a token for each of `sequences` sequences.
+
+    cache: vLLM's `PrefixCacheStats` since the start.
+    """
     return replace(
         stats,
         busy=stats.busy + seconds,
@@ -70,7 +73,7 @@ class ActiveTurn:
     """One request in an engine."""
 
     request: TurnRequest
-    # (index of the first token, weight version) of each stretch of tokens sampled by one version.
+    # (index of the first token, weight version) of each stretch of tokens that one version sampled.
     stretches: list[tuple[int, int]]
     state: TurnState = TurnState.RUNNING
     # vLLM's output, once DONE.
@@ -88,7 +91,7 @@ class ActiveTurn:
 
 
 class ActiveRequests:
-    """Requests in flight in an engine, by the name that vLLM has for each."""
+    """Requests in flight in an engine, by vLLM's name of each request (the text of its `RequestId`)."""
 
     def __init__(self) -> None:
         self._turns: dict[str, ActiveTurn] = {}
@@ -103,7 +106,7 @@ class ActiveRequests:
         return len(self._ended) < len(self._turns)
 
     def add(self, requests: Iterable[TurnRequest], version: int) -> list[str]:
-        """Add requests whose first tokens `version` samples; return their names.
+        """Add requests that begin with weight version `version`; return their names.
 
         Raises ValueError, and adds no request, if one is in flight already.
         """
@@ -118,7 +121,7 @@ class ActiveRequests:
         return [*new]
 
     def restart(self, name: str, version: int) -> TurnRequest:
-        """Note that `version` samples a request again from its first token; return the request."""
+        """Note that a request begins again from its first token with weight version `version`; return the request."""
         turn = self._turns[name]
         turn.stretches = [(0, version)]
         return turn.request
@@ -129,13 +132,13 @@ class ActiveRequests:
             self._turns[name].stretches.append((tokens, version))
 
     def finish(self, name: str, output: Any) -> None:
-        """Keep vLLM's output of a request whose last token was sampled."""
+        """Mark a request as DONE, with vLLM's output. Its last token was sampled."""
         with self._changed:
             turn = self._turns[name]
             turn.state = TurnState.DONE
             turn.output = output
             self._ended[name] = turn
-            # Only the first answer and the last one wake a caller.
+            # Only the first and the last answer wake the thread that waits in `collect`.
             if len(self._ended) == 1 or not self:
                 self._changed.notify_all()
 

@@ -1,14 +1,14 @@
-"""LoRA adapters in a vLLM worker: the buffers of A and B, and the two further products of each adapted layer.
+"""LoRA adapters in a vLLM worker: buffers for A and B, and linear methods that add the adapter's product.
 
-vLLM's own LoRA is not used: every request uses the same adapter, so rlctl needs no adapter slots, names or indices for
-each token. Parameter names, shortened steps, compiled graphs and CUDA graphs do not change. A layer's buffers keep
-their addresses, and are zero until the first refit.
+vLLM's own LoRA is not used. Every request uses the same adapter, so rlctl needs no adapter slots, names or indices for
+each token. Parameter names, shortened steps, compiled graphs and CUDA graphs stay as without adapters. A layer's
+buffers keep their addresses, and are zero until the first refit.
 
     y + ((x A^T) B^T) * scale        A [sum of ranks, inputs], B [outputs, sum of ranks]
 
-A merged layer of several projections stacks their A by rows and puts their B on a block diagonal, so that it needs two
-products only. Under tensor parallelism a worker's column-parallel layer has all of A and its rows of B. A row-parallel
-layer has its columns of A and all of B: vLLM's own all-reduce adds the partial sums.
+A merged layer (such as qkv_proj) has one A, which stacks the projections' A by rows, and one block-diagonal B. So it
+needs two products only. Under tensor parallelism a worker's column-parallel layer has all of A and its rows of B. A
+row-parallel layer has its columns of A and all of B: vLLM's own all-reduce adds the partial sums.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,14 +34,14 @@ BUFFER_B = "rl_lora_b"
 
 @dataclass(frozen=True)
 class Slice:
-    """Part of a target's weight that a layer of this worker holds. A target is a linear layer with an adapter."""
+    """Part of a target's weight that is in a layer of this worker. A target is a linear layer with an adapter."""
 
-    # Name of the target in Transformers.
+    # Name of the target in Transformers, for example model.layers.0.self_attn.q_proj.
     target: str
-    # Rows and columns of the target's weight in this part: (first, number).
+    # (first, number) of the rows, and of the columns, of the target's weight in this part.
     rows: tuple[int, int]
     columns: tuple[int, int]
-    # First row of this part in the engine layer's weight.
+    # First row of this part in the weight of the engine's layer.
     place: int
 
 
@@ -63,7 +63,8 @@ class AdaptedMethod(LinearMethodBase):  # type: ignore[misc]
 
 
 class FoldedMethod(AdaptedMethod):
-    """vLLM's linear method for an adapted layer on a GPU. The weight has A as further rows, so one product gives both.
+    """vLLM's linear method for an adapted layer on a GPU. A is stored as further rows of the layer's weight, so that
+    one product gives the layer's output and x A^T.
 
     The time of a step with few tokens is bound by the number of kernels. This method adds one kernel instead of two.
     """
@@ -158,8 +159,8 @@ def find_slices(
 ) -> list[tuple[str, Slice]]:
     """Return (layer's name in `model`, part of a target that the layer holds) for all targets.
 
-    regions: those of the targets' weights, from `record_copies`. targets: weight's name on disk -> (target's name, row
-    and column of the target at which this weight begins). Raises ModelError for a target without a place.
+    regions: the targets' weights in the engine, from `record_copies`. targets: weight's name on disk -> (target's name,
+    row and column of the target at which this weight begins). Raises ModelError for a target that the engine lacks.
     """
     layers = {
         parameter.untyped_storage().data_ptr(): (name.rpartition(".")[0], parameter)

@@ -1,8 +1,8 @@
-"""Loader of models with adapters, for vLLM: installs the adapters before vLLM compiles the model and captures graphs.
+"""Model loader for vLLM that adds adapters to a model, before vLLM compiles the model and captures graphs.
 
-`load_format=rlctl_adapters` names the loader below. It has vLLM's own loader load the model, and adds the adapters that
-`additional_config` describes. vLLM's cache of compiled graphs hashes `additional_config`, so graphs with and without
-adapters are never confused.
+vLLM's option `load_format=rlctl_adapters` chooses the loader below. It calls vLLM's own loader, and adds the adapters
+that `additional_config` describes. vLLM's cache of compiled graphs hashes `additional_config`, so graphs with and
+without adapters are never confused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -49,7 +49,7 @@ def find_adapters(model: torch.nn.Module) -> EngineAdapters | None:
 
 @register_model_loader(LOAD_FORMAT)
 class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
-    """Loads a model as vLLM does, and gives it adapters."""
+    """Loads a model by vLLM's own loader, and adds adapters to its linear layers."""
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
         """Return the model; its `rl_adapters` are the `EngineAdapters`."""
@@ -63,7 +63,7 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
 
         def load_weights(model: torch.nn.Module, config: Any) -> None:
             load_base_weights(model, config)
-            # Now, since parameters are empty after CPU kernels have repacked the weights.
+            # Find the targets now, because parameters are empty after CPU kernels have repacked the weights.
             slices.extend(_find_targets(model, Path(config.model), adapters.spec))
 
         base_loader.load_weights = load_weights
@@ -72,7 +72,7 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
         adapters.install(model, slices)
         if folder:
             adapters.fill(Path(folder))
-        # In `__dict__`, so that torch does not register it.
+        # Set in `__dict__`, because torch would register the adapters as a part of the model.
         model.__dict__["rl_adapters"] = adapters
         return model
 
@@ -85,8 +85,10 @@ class AdapterModelLoader(BaseModelLoader):  # type: ignore[misc]
 
 
 def _find_targets(model: torch.nn.Module, folder: Path, spec: AdapterSpec) -> list[tuple[str, Slice]]:
-    """Return the layers that hold the targets' weights, found by watching the copies of the model's own loaders. Raises
-    ModelError."""
+    """Return (layer's name, part of a target) for all targets, found by watching the copies of the model's loaders.
+
+    Raises ModelError if a loader does more than copy.
+    """
     hollow: dict[str, torch.Tensor] = {}
     targets: dict[str, tuple[str, int, int]] = {}
     for name, (target, row, column, shape) in _names_on_disk(folder, spec).items():
@@ -104,7 +106,7 @@ def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, i
     from rlctl.models.facts import has_weights
     from rlctl.models.weight_headers import weight_headers
 
-    # Names as in Transformers, which are also the names on disk in most folders.
+    # Transformers' names. In most folders they are also the names on disk.
     plain = {f"{target.name}.weight": (target.name, 0, 0, (target.outputs, target.inputs)) for target in spec.targets}
     if not has_weights(folder):
         return plain

@@ -1,13 +1,13 @@
 """Refit of LoRA adapters in a vLLM worker, with a proof that the live adapters equal the sent ones.
 
-A version arrives in a second copy of A and B while requests run; one short copy makes it live. Before any token of the
-version leaves the engine, the checksum of each live A and B is compared with the checksum that the trainer announced.
-A tensor-parallel worker that holds only a part of a tensor compares with the checksum of the part as it arrived. The
-same comparison is repeated before the next version, to detect writes to the live tensors in between.
+A version arrives in a second copy of A and B while requests run. Then one short copy makes it live. Before any token of
+the version leaves the engine, the checksum of each live A and B is compared with the checksum that the trainer
+announced. A tensor-parallel worker that has only a part of a tensor compares with the checksum of the part as it
+arrived. The comparison is repeated before the next version, to detect writes to the live tensors in between.
 
-`commit` queues copy and checksums on the device and does not wait: the engine queues its next step right after. `prove`
-reads the checksums while the device makes that step. An engine that waited in between stalled for 6.6 ms (8B, rank 32,
-one H100, steps of 8.8 ms).
+`commit` queues the copy and the checksums on the device and does not wait, so that the engine can queue its next step
+at once. `prove` reads the checksums while the device makes that step. If the engine waited for the checksums first, it
+would stall for 6.6 ms (8B, rank 32, one H100, steps of 8.8 ms).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,7 +32,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class _LivePart:
-    """Part of an item of the refit plan in the live buffers."""
+    """Live buffer, or part of one, into which a part of an item of the refit plan is copied."""
 
     key: Key
     # Name of the tensor.
@@ -48,7 +48,7 @@ class _LivePart:
 
 
 class AdapterLoader(WeightLoader):
-    """Receives adapters into a second copy, and proves that the live ones equal the sent ones."""
+    """Receives adapters into a second copy, makes them live, and proves that the live ones equal the sent ones."""
 
     def __init__(self, plan: RefitPlan, adapters: EngineAdapters, device: torch.device, reason: str) -> None:
         """Raise RefitError unless the plan's tensors are those of the engine's adapters, by name and shape."""
@@ -57,7 +57,7 @@ class AdapterLoader(WeightLoader):
         self._device = device
         self._shadow = ShadowParams(adapters.buffers, adapters.regions)
         if device.type == "cuda":
-            # The second copy was made on this thread's stream, and other streams will write there.
+            # Wait, because this thread's stream makes the second copy, and other streams will write there.
             torch.cuda.synchronize(device)
         self._sink = _ProvenSink(plan, self._shadow.regions, device)
         live_sink = ParamSliceSink(plan, adapters.regions)
@@ -67,7 +67,7 @@ class AdapterLoader(WeightLoader):
                 self._live_parts.append(_LivePart((number, place), plan_item.box.name, part.view, part.is_whole))
         self._live_tensors = FixedTensors([part.view for part in self._live_parts])
         self.sink: WeightSink = self._sink
-        # No refit brings the base weights: an engine that sleeps must not drop them.
+        # overwrites=False: no refit brings the base weights, so an engine that sleeps must not drop them.
         self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites=False)
         # Checksums of the proven live version by part, and the number of that version.
         self._served: dict[Key, int] = {}
@@ -89,7 +89,7 @@ class AdapterLoader(WeightLoader):
         sums_before = dict(zip(keys, self._sums_before.read()))
         sums_after = dict(zip(keys, self._sums_after.read()))
         served = self._served
-        # Nothing is proven until the end of this method: it may raise.
+        # Forget the old checksums until the end of this method, because it may raise.
         self._served = {}
         for part in self._live_parts:
             if part.key in served and served[part.key] != sums_before[part.key]:
@@ -121,7 +121,7 @@ class AdapterLoader(WeightLoader):
 
 
 class _ProvenSink(ParamSliceSink):
-    """Sink that also keeps a copy of each received part, for tensors that this worker holds only in part."""
+    """Sink that also keeps a copy of each received part, for tensors of which this worker has only a part."""
 
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], device: torch.device) -> None:
         super().__init__(plan, regions, beside_requests=True)

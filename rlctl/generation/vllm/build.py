@@ -21,7 +21,7 @@ _FIELDS = (
     "tensor_parallel_size",
 )
 _CPU_BATCH_TOKENS = 8192
-# Number of parameters from which on the time of a step matters. Models of the tiny recipes have fewer.
+# For models with at least this number of parameters a slower step is worth a note. Tiny recipes have smaller models.
 _LARGE = 50_000_000
 _NO_FULL_GRAPHS = (
     "a step in which a prompt begins is no whole CUDA graph, whose log-probs are right for plain attention with heads "
@@ -47,7 +47,8 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
     if spec.device == "cpu":
         inspect_classes_here()
         extra |= {
-            # Prompts share only whole blocks of their prefix. With the CPU's default of 128 they share almost nothing.
+            # Prompts share only whole blocks of their prefix. With vLLM's default of 128 tokens on a CPU, they would
+            # share almost nothing.
             "block_size": 32,
             # When a prompt of a seeded request is prefilled in chunks, vLLM rewinds the request's generator by an
             # offset. CPU generators have no offset: vLLM 0.32 then fails in the step.
@@ -96,10 +97,11 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
 
 
 def inspect_classes_here() -> None:
-    """Have vLLM inspect a model's class in this process, which imports the class later anyway.
+    """Make vLLM inspect a model's class in this process, which imports the class later anyway.
 
-    vLLM starts another process for this, so that CUDA is not initialized. On a CPU that only costs imports: 13 s of
-    CPU at the first start of each architecture. The replaced function is private: a vLLM without it is left unchanged.
+    By default vLLM starts another process for this, so that CUDA is not initialized. On a CPU that process only repeats
+    imports: 13 s of CPU at the first start of each architecture. The replaced function is private. A vLLM without it is
+    left unchanged.
     """
     from vllm.model_executor.models import registry
 
@@ -108,14 +110,14 @@ def inspect_classes_here() -> None:
 
 
 def cached_sequences(llm: Any) -> int:
-    """Return how many sequences of the model's maximal length the key-value cache holds at a time."""
+    """Return the number of sequences of `max_model_len` tokens for which the key-value cache has room."""
     scheduler = llm.engine_core.engine_core.scheduler
     tokens: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks * scheduler.block_size
     return tokens // int(scheduler.max_model_len)
 
 
 def _count_prefix_hits(manager: Any) -> None:
-    """Have vLLM's cache manager count prompt tokens and cache hits, without vLLM's other statistics."""
+    """Make vLLM's cache manager count prompt tokens and cache hits, without vLLM's other statistics."""
     from vllm.v1.metrics.stats import PrefixCacheStats
 
     manager.log_stats = True
@@ -123,10 +125,10 @@ def _count_prefix_hits(manager: Any) -> None:
 
 
 def _classes() -> tuple[Any, Any]:
-    """Import EngineArgs and LLMEngine, with garbage collection off.
+    """Import vLLM with garbage collection off; return its classes EngineArgs and LLMEngine.
 
-    Collecting garbage among the modules while they are imported takes 2 of 9 s of CPU, and finds nothing. vLLM then
-    collects garbage five times while it builds an engine: 1.7 s of 2.0, and 0.1 s once the modules are frozen.
+    Garbage collection during the imports takes 2 of their 9 s of CPU, and finds nothing. While it builds an engine,
+    vLLM collects garbage five times. That takes 1.7 of 2.0 s, but 0.1 s if the imported modules are frozen.
     """
     gc.disable()
     try:
@@ -140,7 +142,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _hopper() -> bool:
-    """Return True if the GPU is a Hopper. Asks the GPU's driver: CUDA must not be initialized before vLLM forks."""
+    """Return True if the GPU is a Hopper. This asks the driver, because CUDA must not be initialized before a fork."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -151,10 +153,11 @@ def allows_full_graphs(model: str) -> bool:
     """Return True if log-probs are right when a whole step in which prompts begin runs as one CUDA graph.
 
     model: folder or hub name. FlashAttention 3 lays out its work by the head's size and by the longest query of a step.
-    A graph for prompts then replays the layout of a decoding step. Results are right with heads of 128:
-    `token_mult_prob_error` was 1.014, and 1.008 for Qwen3-0.6B. With heads of 64 it was 1.37, with 256 it was 1.53, and
-    vLLM raised no error; eager steps gave 1.004. Experts read foreign memory (vLLM 0.25.1, H100 and H200). Windows,
-    sinks, capped scores and states were not compared. Source: `hopper/flash_api.cpp` of vllm-project/flash-attention.
+    A captured graph repeats the layout of a decoding step, also when a prompt begins. Results are right with heads of
+    128: `token_mult_prob_error` was 1.014, and 1.008 for Qwen3-0.6B. With heads of 64 it was 1.37, with 256 it was
+    1.53, and vLLM raised no error; eager steps gave 1.004. With experts, kernels read memory outside of their tensors
+    (vLLM 0.25.1, H100 and H200). Windows, sinks, capped scores and states were not compared. Source:
+    `hopper/flash_api.cpp` of vllm-project/flash-attention.
     """
     file = config_file(model)
     if file is None:
@@ -198,7 +201,7 @@ def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
 
 
 def add_request(llm: Any, request: Any) -> None:
-    """Add a request to vLLM. Unlike `LLMEngine.add_request`, do not check the request again between two steps."""
+    """Add a request to vLLM without `LLMEngine.add_request`, which would check the request again between two steps."""
     llm.input_processor.assign_request_id(request)
     llm.output_processor.add_request(request, None)
     llm.engine_core.add_request(request)
@@ -210,7 +213,7 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     is_greedy = request.temperature == 0
-    # The parity check compares whole distributions, since the trainer does not apply top_p and top_k.
+    # The parity check compares distributions without top_p and top_k, because the trainer does not apply these.
     is_uncut = is_greedy or request.id.rollout.purpose == "parity"
     max_tokens = request.max_new_tokens
     stop_token_ids = [*spec.stop_token_ids, *request.stops]

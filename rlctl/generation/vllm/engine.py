@@ -1,6 +1,6 @@
-"""One vLLM engine in its process. One thread owns vLLM and makes its steps; all other calls run between two steps.
+"""One vLLM engine in its process. One thread calls vLLM and makes its steps. Other calls run on it between two steps.
 
-Requests and answers hold tokens. Each sampled token has its log-prob and the weight version that sampled it.
+Requests and answers contain tokens. Each sampled token has its log-prob and the weight version that sampled it.
 """
 
 import queue
@@ -34,9 +34,9 @@ from rlctl.refit.refit_plan import RefitPlan
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
-# Number of requests passed to vLLM beyond the number that it decodes at a time.
+# vLLM gets this number of requests more than it decodes at a time, and further requests later.
 _SPARE = 16
-# Number of requests passed to vLLM in each step even if it has enough.
+# In each step vLLM gets at least this number of new requests, even if it has enough.
 _ENTER_PER_STEP = 2
 # A caller's thread sleeps 0.1 ms after each four requests, so that the engine's thread can run.
 _REQUESTS_PER_PAUSE = 4
@@ -56,9 +56,9 @@ class RefitState(Enum):
 class VllmEngine(Engine):
     """vLLM engine. Several threads may call it; only one thread calls vLLM."""
 
-    # Header of the live version until its tensors are proven; else None.
+    # Header of the live version while its tensors still have to be proven; else None.
     _unproven: Header | None = None
-    # The workers' proofs of the last version, or the error of proving it.
+    # The workers' proofs for the last version, or the error that proving raised.
     _proof_or_error: list[LiveProof] | BaseException
 
     def __init__(self, spec: EngineSpec, extension: str) -> None:
@@ -113,8 +113,8 @@ class VllmEngine(Engine):
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
-        # All workers choose by the same room, the smallest: if only some received into shadow parameters, the others
-        # would sample while their weights change.
+        # All workers choose by the smallest free memory of any worker. If only some received into shadow parameters,
+        # the others would sample while their weights change.
         room = min(self._call_on_thread(lambda: self._call_workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
         choices: list[LoadMode] = self._call_on_thread(lambda: self._call_workers("rl_open", *arguments))
@@ -127,7 +127,7 @@ class VllmEngine(Engine):
         begin = time.perf_counter()
         reports = self._receive_shadow(header) if self._mode == "staged" else []
         receive_seconds = self._call_on_thread(lambda: self._change(header, lambda: self._make_live(header, reports)))
-        # Wait until the device has copied the shadow parameters: the next version must not overwrite them before.
+        # Wait until the device has copied the shadow parameters, because the next version overwrites them.
         copy_seconds = self._call_on_thread(self._count_commit)
         while copy_seconds is None:
             time.sleep(_STAGED_POLL_S)
@@ -196,7 +196,7 @@ class VllmEngine(Engine):
         return answers
 
     def _call_on_thread(self, work: Callable[[], Any]) -> Any:
-        """Have the engine's thread call `work` between two steps; return the answer, or raise the error of `work`."""
+        """Make the engine's thread call `work` between two steps. Return the value, or raise the error, of `work`."""
         future: Future[Any] = Future()
         self._commands.put((work, future))
         return future.result()
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
         except BaseException as error:
-            # `__init__` waits for the answer to a first command, and so raises this error.
+            # Answer every command with this error. `__init__` waits for a first command, and so raises it.
             while True:
                 _, future = self._commands.get()
                 future.set_exception(error)
@@ -234,7 +234,7 @@ class VllmEngine(Engine):
         try:
             self._sample_tokens()
         except BaseException as error:
-            # The thread continues, so that later callers get an error instead of waiting without end.
+            # Continue with this thread, so that later callers get an error instead of waiting forever.
             self._poison(f"vLLM failed in a step: {error}", error)
 
     def _sample_tokens(self) -> None:
@@ -369,10 +369,10 @@ class VllmEngine(Engine):
         return seconds
 
     def _prove(self) -> bool:
-        """Have the workers prove the live tensors of an unproven version. Return False if that failed, else True.
+        """Make the workers prove the live tensors of an unproven version. Return False if that failed, else True.
 
-        Called on the engine's thread after the first step that follows a change of weights, before the step's tokens
-        are recorded. The device works on that step meanwhile.
+        This is called on the engine's thread in the first step after a change of weights, before the step's tokens are
+        recorded. The device works on that step meanwhile.
         """
         header = self._unproven
         if header is None:
@@ -394,10 +394,10 @@ class VllmEngine(Engine):
         return self._proof_or_error
 
     def _restart_fresh_requests(self) -> list[tuple[Any, str]]:
-        """Pass requests that have not begun to vLLM again, since their salt names the old version. Return (request,
+        """Pass requests that have not begun to vLLM again, because their salt names the old version. Return (request,
         name) of the requests that have begun.
 
-        The begun ones recompute their keys and values if `EngineSpec.recompute_kv_cache` is set.
+        With `EngineSpec.recompute_kv_cache`, these recompute their keys and values.
         """
         scheduled = self._scheduled_requests()
         fresh_names = [name for request, name in scheduled if not has_begun(request)]

@@ -22,10 +22,10 @@ def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.w
     from rlctl.generation.vllm.engine import VllmEngine
 
     if spec.device != "cpu":
-        # Keep compiled kernels for the next start. Engines on a CPU compile nothing.
+        # Keep compiled kernels for the next run. Engines on a CPU compile nothing.
         keep_code(engine=True)
     engine = VllmEngine(spec, extension)
-    # `sleep` and `wake` collect garbage three times in a step: exclude the objects of the built engine.
+    # `sleep` and `wake` collect garbage three times in a step. Exclude the objects of the built engine from that.
     gc.collect()
     gc.freeze()
     return engine
@@ -34,8 +34,8 @@ def make_vllm_engine(spec: EngineSpec, extension: str = "rlctl.generation.vllm.w
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment variables of an engine's process, to be set before anything imports torch or vllm.
 
-    devices: the engine's GPUs. beside: other GPUs of the node, whose memory the engine reads in a refit. The engine
-    must see these: expandable segments of a device that it does not see are read at 364 GB/s instead of 383 (two
+    devices: the engine's GPUs. beside: other GPUs of the node, whose memory the engine reads in a refit. They are made
+    visible to the engine, because it reads expandable segments of an invisible GPU at 364 GB/s instead of 383 (two
     H200s).
 
     vLLM's engine core runs in the actor's own process, so that weights change by a function call and the version of

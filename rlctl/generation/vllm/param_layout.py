@@ -1,8 +1,8 @@
-"""Layout of the engine's tensors, found by watching its own loader load empty tensors.
+"""Layout of the engine's weights: which part of a checkpoint's tensor is in which part of a live weight.
 
 vLLM has separate loaders for every architecture and parallel layout (fused projections, expert stacks, slices of a
-tensor-parallel rank, replicated heads). All loaders end in plain copies. This module records the copies instead of
-making them.
+tensor-parallel rank, replicated heads). All loaders end in plain copies. This module makes them load empty tensors, and
+records the copies instead of making them.
 """
 
 import re
@@ -24,15 +24,17 @@ _NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
 
 
 class UnsupportedLayout(RuntimeError):
-    """Error or reason: the engine's loader does more than copy, so that new weights must go through the loader."""
+    """The engine's loader does more than copy, so new weights must go through the loader. It is raised or returned."""
 
     # True if the loader may write directly into the live weights.
     in_place = False
 
 
 def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[ParamSlice] | UnsupportedLayout:
-    """Return the regions of the live weights for every tensor of the plan, or the reason why there are none. runner:
-    vLLM's model runner, still with the weights that it loaded at start-up."""
+    """Return the regions of the live weights for every tensor of the plan, or the reason why there are none.
+
+    runner: vLLM's model runner, which must still have the weights that it loaded at start-up.
+    """
     if device.type == "cpu":
         return UnsupportedLayout("on CPU vLLM repacks its weights")
     model = runner.get_model()
@@ -62,8 +64,10 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
 
 
 def record_copies(model: Any, hollow: Mapping[str, Tensor]) -> list[ParamSlice]:
-    """Return the regions of `model`'s weights into which `load_weights` copies `hollow`: empty tensors on the meta
-    device, by name. Raises UnsupportedLayout if a loader transforms a tensor."""
+    """Return the regions of `model`'s weights into which its `load_weights` copies the tensors of `hollow`.
+
+    hollow: name -> empty tensor on the meta device. Raises UnsupportedLayout if a loader transforms a tensor.
+    """
     recorder = _Recorder(hollow)
     try:
         with torch.no_grad(), recorder:

@@ -1,6 +1,6 @@
-"""vLLM's support of a model: its own layers serve the architecture, its Transformers backend does, or neither.
+"""vLLM's support of a model: vLLM's own layers serve its architecture, vLLM's Transformers backend does, or neither.
 
-Building an engine, in the engine's process, gives the answer. A refusal is stored, so that the next start fails early.
+The answer is known only when an engine is built. A refusal is stored, so that the next start fails early.
 """
 
 import re

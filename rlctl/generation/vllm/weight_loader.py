@@ -1,9 +1,9 @@
 """Ways in which a vLLM worker receives new weights and makes them live.
 
-staged: a thread receives into shadow parameters while the engine samples; then one short commit copies them to the live
-ones. The device makes the commit after its queued steps, and the host prepares the next step meanwhile. direct: the
-live weights receive, and nothing is sampled meanwhile. In both modes the receiver has checked every item before
-`commit` returns. A failure before a staged commit leaves the live weights unchanged.
+Mode staged: a thread receives into shadow parameters while the engine samples. Then one short commit copies them to the
+live parameters. The device makes the commit after its queued steps, and the host prepares the next step meanwhile. If
+receiving fails, the live weights stay unchanged. Mode direct: the worker receives into the live weights, and samples
+nothing meanwhile. In both modes the receiver has checked every item before `commit` returns.
 """
 
 import logging
@@ -23,7 +23,7 @@ from rlctl.refit.refit_plan import RefitPlan
 from rlctl.refit.weight_sink import WeightSink, WholeTensorSink
 from rlctl.utils.device_stream import Span, mark_here, total_seconds
 
-# Bytes that must stay free on the device besides the shadow parameters, for the engine's temporary memory.
+# Bytes of device memory that must stay free besides the shadow parameters, for the engine's temporary tensors.
 _SPARE_BYTES = 2 << 30
 
 
@@ -147,7 +147,7 @@ class ShadowLoader(WeightLoader):
         parameters: dict[str, Tensor],
     ) -> None:
         self._shadow = ShadowParams(parameters, regions)
-        # The shadow parameters were made on this thread's stream, and other streams will write there.
+        # Wait, because this thread's stream makes the shadow parameters, and other streams will write there.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
         self.choice = LoadMode("staged", reason, self._shadow.nbytes, overwrites)
@@ -169,7 +169,7 @@ class WholeTensorLoader(WeightLoader):
 
 
 class InPlaceLoader(WholeTensorLoader):
-    """Has the engine's loader write into the live parameters, where `loads_in_place` allows it.
+    """Makes the engine's loader write into the live parameters, if `loads_in_place` allows that.
 
     gpt_oss needs this loader: vLLM copies its experts and sinks without the parameters' own loaders, so that
     `ReloadLoader` would leave them unchanged. vLLM then only logs a warning.
@@ -181,7 +181,7 @@ class InPlaceLoader(WholeTensorLoader):
 
 
 class ReloadLoader(WholeTensorLoader):
-    """Has the engine load all weights again as at its start, including fusing and repacking."""
+    """Makes the engine load all weights again as at its start, including fusing and repacking."""
 
     def commit(self) -> None:
         """Reload the weights. The parameters keep their storage, so that CUDA graphs stay valid.

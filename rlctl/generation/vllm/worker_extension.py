@@ -26,7 +26,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def listen_on_the_address_alone() -> None:
-    """Have torch's tcp:// rendezvous, which connects the workers of an engine, use `open_store`."""
+    """Make torch's tcp:// rendezvous, which connects the workers of an engine, use `open_store`.
+
+    So the store listens on one address, not on all of the machine.
+    """
 
     def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
         return open_store(host, port, server=rank == 0, timeout=timeout, world=world)
@@ -63,13 +66,13 @@ class RefitWorker:
 
     @return_errors
     def rl_room(self) -> int:
-        """Close the transport; return the bytes of device memory that are then free, 0 on a CPU."""
+        """Close the transport; return the free bytes of device memory, 0 on a CPU."""
         if self._rl_receiver:
             self._rl_receiver.close()
             self._rl_receiver = None
         if self.device.type != "cuda":
             return 0
-        # Otherwise staging memory that torch caches would not count as free.
+        # Memory of the closed transport that torch still caches must count as free.
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 

@@ -1,7 +1,7 @@
-"""Fast scheduling of one more token for each continuing request, without vLLM's general work for a request.
+"""Fast scheduling of one more token for each continuing request, without the general work that vLLM does for a request.
 
 Nearly all requests of a step only need their next token: they do not end, and their last cache block has room. For each
-such request vLLM checks some fifty properties, asks four layers for blocks, and makes an output object for the token.
+such request vLLM checks some fifty properties, calls four layers to ask for blocks, and makes an object for the token.
 """
 
 from copy import copy
@@ -40,8 +40,8 @@ class SampledTokens:
 class NextTokens:
     """Replaces a scheduler's `schedule`, and appends the sampled tokens of continuing requests.
 
-    Works for the releases of `COMPARED`, requests from `vllm_request`, and models whose layers all attend
-    to the whole sequence; for other models it changes nothing. It performs the same operations, in the same order, as
+    It works for the vLLM releases of `COMPARED`, requests from `vllm_request`, and models whose layers all attend to
+    the whole sequence. For other models it changes nothing. It performs the same operations, in the same order, as
     vLLM's schedulers do for a running request with one more token.
     """
 
@@ -72,7 +72,7 @@ class NextTokens:
             scheduler.schedule = self._schedule_next
 
     def _schedule_next(self, throttle_prefills: bool = False) -> Any:
-        """Schedule one token for each running request; have vLLM schedule waiting requests with the budget left."""
+        """Schedule one token for each running request. vLLM schedules waiting requests with the rest of the budget."""
         scheduler = self._scheduler
         if throttle_prefills or scheduler._pause_state != self._unpaused_state:
             return self._vllm_schedule(throttle_prefills)

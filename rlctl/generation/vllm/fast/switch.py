@@ -1,4 +1,4 @@
-"""The switch `generation.engine.fast_path`: shortened steps of vLLM (`next_token.py`, `step_outputs.py`) or its own.
+"""The switch `generation.engine.fast_path`: shortened steps (`next_token.py`, `step_outputs.py`), or vLLM's own steps.
 
 The shortened steps replace vLLM's private code. So they are on only for the exact vLLM versions whose steps were
 compared bit by bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and if every name that they
