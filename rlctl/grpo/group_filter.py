@@ -1,7 +1,7 @@
-"""Groups that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
+"""Finds groups that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-A rollout with advantage 0 has no gradient. A step with many such groups learns from few rollouts, and its gradient is
-noisy. `RolloutBuffer` samples other groups in their place.
+A rollout with advantage 0 has no gradient. If all rollouts of many groups have advantage 0, a step learns from few
+rollouts, and its gradient is noisy. `RolloutBuffer` replaces such groups by newly sampled ones.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ Filter = Literal["rewards", "accuracy"] | None
 def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> str | None:
     """Return the reason why a group teaches nothing; None if it teaches something, or if `by` is None.
 
-    rewards, right: rewards and correctness of the rollouts that count in the group's baseline. With `by` "rewards" a
-    group teaches nothing if all rewards are equal, so that every advantage is 0. With "accuracy" it teaches nothing if
-    all answers are right or all are wrong (arXiv 2503.14476, equation 11), even if rewards for length, say, differ.
+    by: "rewards" if a group with equal rewards teaches nothing, because every advantage is 0. "accuracy" if a group
+    with only right or only wrong answers teaches nothing (arXiv 2503.14476, equation 11), even if rewards differ, for
+    example by a length penalty. rewards, right: rewards and correctness of the rollouts in the group's baseline.
     """
     if by == "rewards":
         return UNIFORM if len(set(rewards)) == 1 else None
@@ -34,7 +34,7 @@ def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> 
 def why_left_out(scored: Sequence[tuple[Rollout, float]], config: GrpoSection) -> str | None:
     """Return the reason why no rollout of a group is trained; None if at least one is trained.
 
-    scored: the rollouts that count in the group's baseline, and their rewards.
+    scored: (rollout, reward) of the rollouts in the group's baseline.
     """
     if config.overlong.mask and all(rollout.is_cut for rollout, _ in scored):
         return TRUNCATED

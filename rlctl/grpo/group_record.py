@@ -1,4 +1,4 @@
-"""A group of rollouts as rollouts.jsonl holds it, see telemetry/rollouts_file.py."""
+"""Records of groups of rollouts for rollouts.jsonl, which `telemetry/rollouts_file.py` writes and reads."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from rlctl.rollout.types import Decode, Rollout, RolloutGroup
 from rlctl.telemetry.exact_tokens import EXACT, KeyUse, TokenRow, pack
 from rlctl.telemetry.jsonl import Record
 
-# (task, index of the rollout) -> float32 [N], the advantages of its trained tokens, over all of its rows.
+# (task id, index of the rollout in its group) -> float32 [N]: advantages of the rollout's trained tokens in all rows.
 Advantages = dict[tuple[str, int], NDArray[np.float32]]
 
 
 def step_records(
     groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode, keys: KeyUse | None = None
 ) -> list[Record]:
-    """Return the records of groups of a step, with outcomes and advantages. batch: the trained part of the step."""
+    """Return one record for each group of a step, with outcome and advantages. batch: the samples that were trained."""
     records = group_records(groups, decode, keys, _advantages(batch, {group.task.id for group in groups}))
     return [{"outcome": _outcome_text(record["task"], batch.outcomes), **record} for record in records]
 
@@ -29,8 +29,11 @@ def step_records(
 def group_records(
     groups: Sequence[RolloutGroup], decode: Decode, keys: KeyUse | None = None, advantages: Advantages | None = None
 ) -> list[Record]:
-    """Return the record of each group. decode: keeps special tokens, so that ends are seen. keys: of the exact tokens,
-    which are left out for None."""
+    """Return one record for each group.
+
+    decode: must keep special tokens, which show how a text ended. keys: see `recorded_keys`; None: records have no
+    token ids.
+    """
     advantages = advantages or {}
     return [
         {
@@ -48,7 +51,11 @@ def group_records(
 
 
 def recorded_keys(config: GrpoConfig, tokens: bool) -> KeyUse | None:
-    """Return the fate of keys at a change of weights, for groups recorded with their tokens; None without."""
+    """Return the use of KV-cache entries after a weight update: "recomputed", "kept" or "reused".
+
+    Readers of records with token ids need it to recompute log-probs. tokens: False if records have no token ids; the
+    result is then None.
+    """
     if not tokens:
         return None
     if config.async_.recompute_kv_cache_after_weight_updates:
@@ -57,7 +64,7 @@ def recorded_keys(config: GrpoConfig, tokens: bool) -> KeyUse | None:
 
 
 def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
-    """Return the advantages of each trained rollout of these tasks."""
+    """Return the advantages of every trained rollout of these tasks. tasks: ids."""
     rows = defaultdict[tuple[str, int], list[NDArray[np.float32]]](list)
     for place, sample in zip(batch.places, batch.sequences):
         if place[0] in tasks:
@@ -66,7 +73,7 @@ def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
 
 
 def _outcome_text(task: str, outcomes: TaskOutcomes) -> str:
-    """Return the state that a task ended in, with its reason."""
+    """Return the outcome of a task, for example "trained" or "filtered: all rewards equal"; empty if it has none."""
     for state, reasons in (("filtered", outcomes.filtered), ("dropped", outcomes.dropped)):
         for reason, ids in reasons.items():
             if task in ids:
@@ -102,8 +109,10 @@ def _token_rows(rollout: Rollout) -> list[TokenRow]:
 
 
 def _text_parts(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:
-    """Return the text after the prompt as pairs of a text and if it was sampled; the whole text where the prompt
-    differs."""
+    """Return the rollout's text after the prompt in pieces: (text, True if the piece was sampled).
+
+    If the rollout does not begin with the prompt's tokens, the pieces cover its whole text.
+    """
     start = len(prompt) if rollout.tokens[: len(prompt)].tolist() == list(prompt) else 0
     tokens = rollout.tokens[start:]
     sampled = rollout.sampled[start:]

@@ -1,4 +1,4 @@
-"""The checks of a GRPO run's health. Pure; the bounds are the config's."""
+"""Health checks of a GRPO run: bounds on a step's metrics, from the config's section `health`. Pure functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Met
 
 @dataclass
 class FailedShare(Ceiling):
-    """The share of a step's rollouts or calls in which code of the user's failed. cause: returns the most common."""
+    """Ceiling on the share of a step's rollouts or tool calls in which the user's code failed."""
 
+    # Returns the most common error, for the message.
     cause: Callable[[], str] = str
 
     def find(self, metrics: Metrics) -> Finding:
@@ -30,13 +31,14 @@ def grpo_health(
     tool_cause: Callable[[], str] = str,
     mismatch_bound: float | None = None,
 ) -> Health:
-    """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools.
+    """Return all checks of a run. cause, tool_cause: return the most common error of rewards, and of tools.
 
-    mismatch_bound: of a model that rounds more than health.max_token_mult_prob_error allows.
+    mismatch_bound: used instead of health.max_token_mult_prob_error, for a model that rounds more than that allows.
+    None: the config's bound.
     """
     config = settled.config
     bounds = config.health
-    # The name of a user's loss may have a path.
+    # A user's loss is named by a path, which may contain braces. The text below is a format string.
     loss = config.grpo.loss.name.replace("{", "{{").replace("}", "}}")
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
@@ -118,7 +120,8 @@ def _mismatch_ceiling(settled: SettledGrpo, bound: float | None) -> Ceiling:
     configured = settled.config.health.max_token_mult_prob_error
     allowed = configured if bound is None else bound
     source = "" if allowed == configured else f"={configured:g}, and twice the rounding that the probe found"
-    # A step's own mismatch holds the tokens' age in an asynchronous run, and else the cut by top_p and top_k.
+    # In an asynchronous run, or with top_p or top_k, a step's tokens have a mismatch for other causes too: older
+    # weights, or renormalized probabilities. Such runs sample and compare a few tokens for this check.
     metric = PARITY.name if settled.config.compares_apart else STEP_MISMATCH.name
     return Ceiling(
         "mismatch",
@@ -130,7 +133,7 @@ def _mismatch_ceiling(settled: SettledGrpo, bound: float | None) -> Ceiling:
 
 
 def _bounds_remedy(settled: SettledGrpo) -> str:
-    """Return the advice that lets the bounds hold the policy's own movement alone."""
+    """Return the advice for a loss that clips tokens because of the mismatch between engine and trainer."""
     if isinstance(settled.config.grpo.loss, DppoLossSection):
         return "raise grpo.loss.mask_low and grpo.loss.mask_high"
     if settled.proximal == "rollout":

@@ -1,6 +1,6 @@
-"""The gap between the generator's log-probs and the trainer's for the same tokens under the same weights.
+"""Measures the gap between the log-probs of generator and trainer, for the same tokens under the same weights.
 
-Pure numpy, in float64. A NaN or an infinity in the input stays visible in the result.
+Pure numpy, in float64. A NaN or an infinity in the input gives a NaN or an infinity in the result.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Mismatch:
 
     # Mean of exp|g - o|: 1 if g and o are equal. Above 1.05 something is wrong (name and bound: NeMo-RL).
     token_mult_prob_error: float
-    # KL(generator || trainer) in nats a token.
+    # Estimate of KL(generator || trainer), mean over tokens, in nats.
     kl: float
     # Largest |g - o|.
     max_abs_diff: float
@@ -27,10 +27,11 @@ class Mismatch:
 
 
 def mismatch(rollout: Floats, trainer: Floats, mask: Sequence[NDArray[np.bool_]]) -> Mismatch:
-    """Compare log-probs g (rollout) and o (trainer), float32 [T_i] a sequence, where mask [T_i] is true.
+    """Compare log-probs g (rollout) and o (trainer) of the tokens at which mask is true.
 
-    The KL is Schulman's k3, mean of exp(x) - 1 - x with x = o - g, unbiased for tokens drawn from the generator
-    ("Approximating KL divergence", joschu.net/blog/kl-approx.html). ValueError: lengths that differ, or no token.
+    All three have an array of [T_i] for each sequence i. The KL is Schulman's k3, the mean of exp(x) - 1 - x with
+    x = o - g, which is unbiased for tokens sampled from the generator ("Approximating KL divergence",
+    joschu.net/blog/kl-approx.html). Raises ValueError for lengths that differ, and if no mask is true.
     """
     lengths = [[len(sequence) for sequence in sequences] for sequences in (rollout, trainer, mask)]
     if not lengths[0] == lengths[1] == lengths[2]:

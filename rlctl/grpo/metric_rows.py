@@ -1,4 +1,7 @@
-"""Metrics of a GRPO step and of its validation. `metrics.py` measures them; a loss's are in `losses/sections.py`."""
+"""Names and descriptions of the metrics of a GRPO step and of validation. `metrics.py` computes the values.
+
+Metrics of losses are in `losses/sections.py`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _rewards(settled: "Settled") -> list[str]:
-    """Return the names of the rewards of a run."""
+    """Return the names of a run's rewards, including the length penalty and the environment's reward."""
     assert settled.grpo
     config = settled.grpo.config
     names = reward_names(config.rewards)
@@ -64,14 +67,14 @@ _LEFT_OUT = ReportChart(GROUPS, "Rollouts left out", 60)
 _AGE = ReportChart(AGES, "Age, steps", 30)
 _ENGINE_RATES = ReportChart(SPEED, "An engine while it samples, tokens/s", 30)
 
-# A table: each row fills its lines.
+# The formatter is off, so that each metric takes few lines.
 # fmt: off
 REWARD = Metric("reward/mean", "mean reward of the step's rollouts that were scored", chart=_REWARD,
     panel=[PanelRow("reward", 40, "green")])
 FAILED_REWARDS = Metric("reward/failed",
     "rollouts without a score, because a reward raised, timed out or gave no finite number", chart=_FAILED)
 FAILED_SHARE = Metric("reward/failed_share",
-    "the same as a share of the step's rollouts (health.max_failed_reward_share)", "share",
+    "share of the step's rollouts without a score (health.max_failed_reward_share)", "share",
     chart=ReportChart(LEARNING, "Share of failed rewards", 170),
     panel=[PanelRow("rew failed", 10, "bold red", failure=True)])
 ACCURACY = Metric("reward/accuracy",
@@ -82,7 +85,7 @@ HELD_OUT_ACCURACY = Metric("validation/accuracy",
     panel=[PanelRow("validation", 60, "magenta", algorithm="grpo"),
         PanelRow("accuracy", 60, "magenta", algorithm="sft")])
 PASS_AT_K = Metric("validation/pass_at_k",
-    "share of held-out prompts with one right answer among k; prompts without a score left out", "share",
+    "share of held-out prompts with at least one right answer among k; prompts without a score do not count", "share",
     chart=_ACCURACY,
     panel=[PanelRow("pass@k", 250, "magenta", algorithm="grpo"), PanelRow("pass@k", 70, "magenta", algorithm="sft")],
     when=_WITH_SEVERAL_ANSWERS)
@@ -90,22 +93,23 @@ HELD_OUT_REWARD = Metric("validation/reward", "mean reward of the held-out answe
     panel=[PanelRow("reward", 80, "magenta", algorithm="sft")])
 HELD_OUT_PROMPTS = Metric("validation/prompts", "held-out prompts", chart=None)
 PARITY = Metric("mismatch/parity",
-    "as mismatch/token_mult_prob_error, over a few tokens sampled from the whole distribution and "
-    "compared under equal weights", "factor", chart=ReportChart(MISMATCH, "Mismatch", 11),
+    "mismatch/token_mult_prob_error of a few tokens that are sampled without top_p and top_k and compared under equal "
+    "weights", "factor", chart=ReportChart(MISMATCH, "Mismatch", 11),
     panel=[PanelRow("parity", 130)], when=_WITH_PARITY)
 FIRST_CLIPPED = Metric("ratio/clipped_first",
     "share of tokens clipped or masked in a step's first update, before the policy has moved", "share")
-NON_FINITE = Metric("rollouts/non_finite", "rollouts that no update sees: a log-prob of theirs is NaN or infinite",
+NON_FINITE = Metric("rollouts/non_finite", "rollouts that are not trained because a log-prob is NaN or infinite",
     chart=_LEFT_OUT)
-LENGTH = Metric("length/mean", "mean response, tokens", chart=_LENGTH, panel=[PanelRow("length", 100)])
+LENGTH = Metric("length/mean", "mean length of a response, tokens", chart=_LENGTH, panel=[PanelRow("length", 100)])
 UNIFORM_GROUPS = Metric("groups/uniform", "share of groups whose rewards are all equal", "share", chart=_NOTHING,
     panel=[PanelRow("uniform", 220)])
 PROMPT_TOKENS = Metric("tokens/prompt", "prompt tokens of the step's rollouts", chart=_TOKENS)
 GENERATED_TOKENS = Metric("tokens/generated",
-    "generated tokens of the step's rollouts, groups that were replaced included", chart=_TOKENS.with_place(11))
-SAMPLED_TOKENS = Metric("tokens/sampled", "tokens that the generator sampled during the step, for this one or a later",
+    "generated tokens of the step's rollouts, including groups that were replaced", chart=_TOKENS.with_place(11))
+SAMPLED_TOKENS = Metric("tokens/sampled", "tokens that the generator sampled during the step, for this or later steps",
     chart=_TOKENS.with_place(13))
-AGE = Metric("age/mean", "mean age of the trained groups: steps since the weights of their oldest token", chart=_AGE)
+AGE = Metric("age/mean", "mean age of the trained groups: steps since the weights that sampled the oldest token",
+    chart=_AGE)
 GREATEST_AGE = Metric("age/max", "greatest age of a trained group, never above async.max_trajectory_age_steps",
     chart=_AGE.with_place(31))
 MIXED_VERSIONS = Metric("age/mixed", "share of rollouts whose tokens come from more than one weight version", "share",
@@ -113,56 +117,57 @@ MIXED_VERSIONS = Metric("age/mixed", "share of rollouts whose tokens come from m
 IDLEST_ENGINE = Metric("engines/idle_most",
     "share of the step in which the most idle of several engines sampled nothing", "share",
     chart=ReportChart(SPEED, "Idle", 41))
-GENERATOR_SEQUENCES = Metric("generator/sequences", "sequences that an engine decoded at a time, mean over its steps",
+GENERATOR_SEQUENCES = Metric("generator/sequences", "mean number of sequences that an engine decodes in one step",
     chart=ReportChart(SPEED, "Engine's batch", 60))
 DECODE_STEP = Metric("generator/decode_step",
-    "seconds in which an engine samples one token of each of its sequences, mean", "seconds",
+    "mean seconds in which an engine samples one token of each of its sequences", "seconds",
     chart=ReportChart(SPEED, "Step of an engine", 70))
 SLOWEST_ENGINE = Metric("engines/slowest", "number of the slowest engine, N in engine-N")
-REPLACED_GROUPS = Metric("groups/replaced", "those of them in whose place another group was sampled",
+REPLACED_GROUPS = Metric("groups/replaced", "groups that teach nothing and that another sampled group replaced",
     chart=_GROUPS.with_place(23))
-SURPLUS_GROUPS = Metric("groups/surplus", "groups that a synchronous step began ahead of need and put off to the next",
+SURPLUS_GROUPS = Metric("groups/surplus", "groups that a synchronous step began in reserve and left to the next step",
     chart=ReportChart(GROUPS, "Groups put off", 30))
 SURPLUS_TOKENS = Metric("tokens/surplus", "generated tokens of groups that were put off", chart=_UNTRAINED)
 WASTED_TOKENS = Metric("tokens/wasted",
-    "share of all generated tokens that are of groups that teach nothing or were put off", "share",
+    "share of all generated tokens in groups that teach nothing or were put off", "share",
     chart=ReportChart(GROUPS, "Wasted tokens", 50), panel=[PanelRow("wasted", 230)])
 _LEARNING_ROWS = (
     REWARD,
-    Metric("reward/std", "its standard deviation", chart=ReportChart(LEARNING, "Spread of rewards", 40)),
+    Metric("reward/std", "standard deviation of the rewards of the step's rollouts that were scored",
+        chart=ReportChart(LEARNING, "Spread of rewards", 40)),
     ACCURACY, FAILED_REWARDS, FAILED_SHARE,
     Metric("reward/NAME/mean", "mean of one reward, before its weight",
         chart=ReportChart(LEARNING, "Rewards by name", 30), parts=_rewards),
-    Metric("reward/NAME/failed", "rollouts for which it failed", chart=_FAILED.with_place(161), parts=_rewards),
-    Metric("source/NAME/share", "share of the step's groups whose task is of that source (data.train.sources)",
+    Metric("reward/NAME/failed", "rollouts for which one reward failed", chart=_FAILED.with_place(161),
+        parts=_rewards),
+    Metric("source/NAME/share", "share of the step's groups whose task is from one source (data.train.sources)",
         "share"),
-    Metric("source/NAME/accuracy", "as reward/accuracy, of one source", "share"),
-    Metric("source/NAME/reward", "as reward/mean, of one source"),
+    Metric("source/NAME/accuracy", "reward/accuracy of the tasks from one source", "share"),
+    Metric("source/NAME/reward", "reward/mean of the tasks from one source"),
     Metric("advantage/mean",
-        "mean of the trained rollouts' advantages; of one that varies within a rollout, its mean there",
-        chart=_ADVANTAGE),
-    Metric("advantage/std", "their standard deviation", chart=_ADVANTAGE),
-    Metric("advantage/zero", "share of the trained rollouts whose advantage is 0: they teach nothing", "share",
+        "mean advantage of the trained rollouts, each averaged over its tokens", chart=_ADVANTAGE),
+    Metric("advantage/std", "standard deviation of the trained rollouts' advantages", chart=_ADVANTAGE),
+    Metric("advantage/zero", "share of the trained rollouts whose advantage is 0, which teach nothing", "share",
         chart=_NOTHING.with_place(101)),
     FIRST_CLIPPED, NON_FINITE,
-    Metric("rollouts/masked", "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",
+    Metric("rollouts/masked", "rollouts that are not trained because they were cut at the limit (grpo.overlong.mask)",
         chart=_LEFT_OUT, when=_WITH_MASK),
     LENGTH,
-    Metric("length/p90", "nine in ten responses are no longer, tokens", chart=_LENGTH.with_place(81)),
+    Metric("length/p90", "90th percentile of response lengths, tokens", chart=_LENGTH.with_place(81)),
     Metric("length/max", "longest response, tokens", chart=_LENGTH.with_place(82)),
     Metric("length/truncated", "share of responses cut at the limit", "share",
         chart=ReportChart(LEARNING, "Truncated", 90), panel=[PanelRow("truncated", 110)]),
     PARITY,
     Metric("generator/prefix_hit_share",
-        "share of the prompt tokens, of all turns, that the engines' prefix caches held", "share"),
+        "share of the prompt tokens of all turns that the engines found in their prefix caches", "share"),
 )
 _HELD_OUT_ROWS = (
     HELD_OUT_ACCURACY, PASS_AT_K, HELD_OUT_REWARD, HELD_OUT_PROMPTS,
-    Metric("validation/length", "mean held-out response, tokens", chart=_LENGTH.with_place(83)),
-    Metric("validation/NAME/share", "share of the held-out groups that are of one source (data.train.sources)",
+    Metric("validation/length", "mean length of a held-out response, tokens", chart=_LENGTH.with_place(83)),
+    Metric("validation/NAME/share", "share of the held-out groups whose task is from one source (data.train.sources)",
         "share"),
-    Metric("validation/NAME/accuracy", "as validation/accuracy, of one source", "share"),
-    Metric("validation/NAME/reward", "as validation/reward, of one source"),
+    Metric("validation/NAME/accuracy", "validation/accuracy of the tasks from one source", "share"),
+    Metric("validation/NAME/reward", "validation/reward of the tasks from one source"),
 )
 _GROUP_ROWS = (
     UNIFORM_GROUPS,
@@ -171,7 +176,7 @@ _GROUP_ROWS = (
     *rows_where(
         _WITH_FILTER,
         Metric("groups/trained", "groups that the step trained on", chart=_GROUPS),
-        Metric("groups/missing", "places of the step without a group to train on", chart=_GROUPS.with_place(21),
+        Metric("groups/missing", "groups that the step lacked to be full", chart=_GROUPS.with_place(21),
             panel=[PanelRow("missing", 240)]),
         Metric("groups/filtered", "groups that teach nothing (grpo.dynamic_sampling.filter)",
             chart=_GROUPS.with_place(22)),
@@ -182,22 +187,23 @@ _GROUP_ROWS = (
 )
 _ASYNC_ROWS = (
     SAMPLED_TOKENS,
-    Metric("length/sampled_mean", "mean of every response sampled during the step, trained or not yet, tokens"),
-    Metric("length/sampled_p90", "nine in ten of those are no longer, tokens"),
+    Metric("length/sampled_mean", "mean length of all responses sampled during the step, trained or not, tokens"),
+    Metric("length/sampled_p90", "90th percentile of the lengths of all responses sampled during the step, tokens"),
     AGE, GREATEST_AGE,
     Metric("age/token_mean", "mean age of the trained tokens, steps", chart=_AGE.with_place(32)),
     MIXED_VERSIONS,
     Metric("age/groups_K", "trained groups of age K",
         chart=ReportChart(AGES, "Trained groups by age", 10, stacked=True), parts=ages_of_run),
-    Metric("buffer/age_K", "groups between admission and the end of their step that are K steps old at the step's end",
+    Metric("buffer/age_K", "groups in the rollout buffer at the step's end that were admitted K steps before",
         chart=ReportChart(AGES, "Groups on their way, by age", 20, stacked=True), parts=ages_of_run),
-    Metric("buffer/target", "groups that are kept on their way: as many as keep the trainer busy (async.prefetch)",
+    Metric("buffer/target", "number of groups that the rollout buffer keeps, to keep the trainer busy (async.prefetch)",
         chart=ReportChart(AGES, "Groups kept on their way", 50)),
     GENERATOR_SEQUENCES, DECODE_STEP,
 )
 MEDIAN_ENGINE_RATE = Metric("engines/rate_median",
-    "of several engines: tokens/s of the median one while it sampled", chart=_ENGINE_RATES)
-SLOWEST_ENGINE_RATE = Metric("engines/rate_slowest", "the same of the slowest engine", chart=_ENGINE_RATES)
+    "tokens/s of the median engine while it sampled", chart=_ENGINE_RATES)
+SLOWEST_ENGINE_RATE = Metric("engines/rate_slowest", "tokens/s of the slowest engine while it sampled",
+    chart=_ENGINE_RATES)
 _ENGINE_ROWS = (
     MEDIAN_ENGINE_RATE, SLOWEST_ENGINE_RATE, SLOWEST_ENGINE, IDLEST_ENGINE,
 )

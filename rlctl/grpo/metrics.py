@@ -1,4 +1,4 @@
-"""Metrics of one GRPO step, under the names of metric_rows.py. Pure functions."""
+"""Values of the metrics of one GRPO step, under the names that `metric_rows.py` lists. Pure functions."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -35,9 +35,9 @@ def _all_scores(groups: Iterable[RolloutGroup]) -> list[Score]:
 
 
 def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[str, float]:
-    """Return rewards, lengths and token counts of a step's rollouts."""
+    """Return rewards, advantages, lengths and token counts of a step's rollouts. batch: the step's trained samples."""
     scores = _all_scores(groups)
-    # An episode that failed has no trajectory.
+    # A failed episode has no rows, and does not count in lengths.
     played = [rollout for rollout in _all_rollouts(groups) if rollout.rows]
     lengths = np.array([rollout.num_sampled for rollout in played], np.int64)
     return (
@@ -60,9 +60,9 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
 
 
 def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
-    """Return the metrics of a step's or a validation's episodes; empty without an environment.
+    """Return the metrics of the episodes in these groups; empty without an environment.
 
-    A failed episode counts only in `environment/failed`, since it has no turns and no reward.
+    A failed episode counts only in `environment/failed`, because it has no turns and no reward.
     """
     pairs = [(rollout, rollout.episode) for rollout in _all_rollouts(groups) if rollout.episode]
     played = [(rollout, episode) for rollout, episode in pairs if episode.ending != "failed"]
@@ -107,8 +107,9 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
 def sampling_metrics(
     ended: Rows[RolloutGroup], batch: TrainingBatch, waste: Waste, config: GrpoSection
 ) -> dict[str, float]:
-    """Return counts of filtered, replaced and wasted groups (dynamic sampling) and of masked rollouts; empty while both
-    are off. ended: the groups of the step and the replaced ones.
+    """Return counts of groups and tokens that dynamic sampling filtered, replaced or put off, and of masked rollouts.
+
+    Metrics of a feature that is off are left out. ended: the groups of the step, and the groups that others replaced.
     """
     metrics = {"rollouts/masked": float(np.count_nonzero(batch.cut))} if config.overlong.mask else {}
     if config.dynamic_sampling.filter is None:
@@ -132,8 +133,10 @@ def sampling_metrics(
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return mean and deviation of the samples' advantages, each the mean over its trained tokens, and the share of
-    samples that teach nothing; empty without a sample."""
+    """Return mean and deviation of the samples' advantages, and the share of samples whose advantages are all 0.
+
+    A sample's advantage is the mean over its trained tokens. Empty without a sample.
+    """
     columns = [sequence.columns["advantage"][sequence.mask] for sequence in batch.sequences]
     if not columns:
         return {}
@@ -143,7 +146,7 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
-    """Return mean, deviation and accuracy of the scored rollouts, and mean and failures of each reward.
+    """Return mean reward, standard deviation and accuracy of scored rollouts; mean and failures of each named reward.
 
     A failed reward does not count as 0. A reward that failed for every rollout has no mean.
     """
@@ -158,7 +161,7 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
     for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
         parts = [score.parts.get(name) for score in scores]
         values_of_part = [part for part in parts if part is not None]
-        # A score of an environment has the parts that the environment names. A missing part of a scored rollout is no
+        # An environment may name other parts in each score, so a part that is missing in a rollout with a reward is no
         # failure.
         failed = [score for score, part in zip(scores, parts) if score.value is None and part is None]
         metrics[f"reward/{name}/failed"] = float(len(failed))
@@ -168,7 +171,10 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
 
 
 def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
-    """Return the share of the groups, accuracy and mean reward of each source of tasks; empty without sources."""
+    """Return for each source of tasks its share of the groups, its accuracy and its mean reward; empty without sources.
+
+    prefix: begins the metric's names, for example "source" for source/NAME/accuracy.
+    """
     metrics = {}
     for source in sorted({group.task.source for group in groups} - {""}):
         groups_of_source = [group for group in groups if group.task.source == source]
@@ -181,7 +187,7 @@ def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
 
 
 def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
-    """Return the metrics of held-out groups. Failed rewards are counted apart; all others are of scored rollouts."""
+    """Return the metrics of held-out groups. Accuracy, reward and pass@k count only rollouts with a reward."""
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
     flat = list(chain.from_iterable(scored))
     lengths = [rollout.num_sampled for rollout in _all_rollouts(groups) if rollout.rows]
@@ -208,7 +214,10 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
 def speed_metrics(
     tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, devices: int
 ) -> dict[str, float]:
-    """Return the throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
+    """Return the throughput of the step and of training, in tokens/s/device, and the trainer's idle share of the step.
+
+    times: seconds of each phase. trainers: devices of the trainer. devices: all devices of the run.
+    """
     trained = int(tokens[throughput.TRAINED_TOKENS.name])
     return {
         throughput.EFFECTIVE.name: throughput.effective(trained, times, devices),
@@ -218,7 +227,10 @@ def speed_metrics(
 
 
 def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], generators: int) -> dict[str, float]:
-    """Return the throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
+    """Return the throughput of generation, in tokens/s/device, and its idle share, for a synchronous run.
+
+    times: seconds of each phase. generators: devices of the engines.
+    """
     generated = int(tokens["tokens/generated"] + tokens.get("tokens/surplus", 0.0))
     return {
         throughput.GENERATION.name: throughput.generation_only(generated, times, generators),
@@ -228,15 +240,16 @@ def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], genera
 
 @dataclass(frozen=True)
 class EngineInterval:
-    """Totals of each engine at two moments."""
+    """Running totals of each engine at the begin and at the end of an interval."""
 
     before: list[EngineStats]
     after: list[EngineStats]
+    # Number of devices of all engines.
     devices: int
 
     @property
     def pairs(self) -> list[tuple[EngineStats, EngineStats]]:
-        """Totals before and after, of each engine that reported and was not replaced meanwhile."""
+        """(before, after) of each engine that reported at both ends and was not replaced in between."""
         pairs = zip(self.before, self.after)
         return [(before, after) for before, after in pairs if after.busy >= before.busy and after.at > before.at > 0]
 
@@ -247,7 +260,7 @@ class EngineInterval:
 
 
 def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
-    """Return the share of the prompt tokens that prefix caches held; empty where no prompt was looked up."""
+    """Return the share of prompt tokens found in prefix caches during the interval; empty without prompt tokens."""
     prompt_tokens = interval.increase("prompt_tokens")
     if not prompt_tokens:
         return {}
@@ -255,9 +268,9 @@ def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
 
 
 def engine_metrics(interval: EngineInterval) -> dict[str, float]:
-    """Return the speed of the median and of the slowest engine, tokens/s while sampling, and the largest idle share.
+    """Return the rates of the median and of the slowest engine, tokens/s while sampling, and the largest idle share.
 
-    The number of metrics is the same for every number of engines. Empty for one engine, or until two have sampled.
+    There are always four metrics, for any number of engines. Empty unless at least two engines sampled.
     """
     rates: dict[int, float] = {}
     idle_shares: dict[int, float] = {}
@@ -279,9 +292,10 @@ def engine_metrics(interval: EngineInterval) -> dict[str, float]:
 
 
 def generator_metrics(interval: EngineInterval) -> dict[str, float]:
-    """Return the generator's speed while it sampled, and the shares of the time in which it was idle or paused.
+    """Return the generator's throughput while it sampled, and the shares of time in which it was idle or paused.
 
-    Engines that were replaced meanwhile are left out, because their totals restarted. Empty if no engine reported.
+    Engines that were replaced in the interval are left out, because their totals restarted. Empty if no engine
+    reported.
     """
     if not interval.pairs:
         return {}
@@ -290,7 +304,7 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     tokens = interval.increase("tokens")
     steps = interval.increase("steps")
     return {
-        # Scaled to the devices of the engines that were counted.
+        # tokens / busy is the mean rate of one engine, because `busy` sums the seconds of all engines.
         throughput.GENERATION.name: tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
         throughput.GENERATOR_IDLE.name: min(1.0, max(0.0, 1 - busy / elapsed)),
         "idle/generator_refit": min(1.0, interval.increase("paused") / elapsed),
@@ -301,8 +315,12 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
-    """Return ages in steps: of the trained groups, and of the active ones (`buffer/age_k`, at the end of the step)."""
-    # Versions of the sampled tokens, int [N], of each rollout.
+    """Return ages in steps: of the trained groups and tokens, and of the groups in the buffer (`buffer/age_K`).
+
+    version: weight version that the step trained. occupancy: version at admission -> number of active groups, after the
+    step. bound: largest allowed age.
+    """
+    # For each rollout, int [N]: weight version of each sampled token.
     versions: list[NDArray[np.int32]] = []
     group_ages: list[int] = []
     for group in groups:
@@ -323,18 +341,22 @@ def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int
 
 
 def length_metrics(sampled: list[int]) -> dict[str, float]:
-    """Return the lengths of all rollouts sampled during the step, to see if trained ones are shorter on average."""
+    """Return mean and 90th percentile of the lengths of all rollouts sampled during the step; empty without any.
+
+    Compared with length/mean, they show if trained rollouts are shorter than the sampled ones.
+    """
     if not sampled:
         return {}
     return {"length/sampled_mean": float(np.mean(sampled)), "length/sampled_p90": float(np.percentile(sampled, 90))}
 
 
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of a step's updates, combined as each metric's row says: mean, first update's value, or sum.
+    """Combine the metrics of a step's updates: the mean, the sum or the first update's value, as `Metric.over_updates`
+    says.
 
-    Metrics of tokens of one age are weighted by the share of these tokens. The mismatch is the first update's, which is
-    made by the weights that sampled. ratio/clipped_first is the first update's too: the share of tokens that bounds
-    hold before the policy has moved. It is left out if the ratio is relative to older weights.
+    Metrics of tokens of one age are weighted by the share of these tokens. The mismatch is taken from the first
+    update, whose weights sampled the tokens. Adds ratio/clipped_first: the share of tokens that are clipped in the
+    first update, before the policy has moved. It is left out if the ratio is relative to older weights.
     """
     measured_updates = [update for update in updates if update]
     metrics: dict[str, float] = {}
@@ -352,14 +374,14 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
             metrics[name] = float(np.average(values, weights=shares))
     first = measured_updates[0] if measured_updates else {}
     clipped_shares = [first[row.name] for row in (CLIPPED_LOW, CLIPPED_HIGH) if row.name in first]
-    # Only a ratio to the trainer's own log-probs has an importance weight.
+    # The importance weight is reported only if the ratio is relative to log-probs that the trainer computed.
     if clipped_shares and (IMPORTANCE.name in first or first.get(AGE_SHARE.name_of(0), 1.0) == 1.0):
         metrics[FIRST_CLIPPED.name] = sum(clipped_shares)
     return metrics
 
 
 def refit_metrics(report: RefitReport) -> dict[str, float]:
-    """Return a refit's metrics; empty if engines were lost during the refit."""
+    """Return the metrics of a refit; empty if engines were lost during the refit."""
     if not report.bytes:
         return {}
     turns = {"refit/rest": report.rest, "refit/wake": report.wake} if report.wake else {}

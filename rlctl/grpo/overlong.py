@@ -1,4 +1,4 @@
-"""Soft penalty of answers near the maximal length (DAPO, arXiv 2503.14476, section 3.4)."""
+"""Soft penalty on the reward of answers near the maximal length (DAPO, arXiv 2503.14476, section 3.4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +11,10 @@ from rlctl.rollout.types import Rollout, RolloutGroup
 
 
 def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> float:
-    """Return the term to add to the reward of an answer of `length` sampled tokens, from -penalty to 0.
+    """Return the number from -`penalty` to 0 that is added to the reward of an answer of `length` sampled tokens.
 
-    With L_max = `longest` and L_cache = `tokens` (DAPO, arXiv 2503.14476, equation 13, times `penalty`):
+    The number is `penalty` times the value below, with L_max = `longest` and L_cache = `tokens` (DAPO, arXiv
+    2503.14476, equation 13):
 
         0                                         length <= L_max - L_cache
         ((L_max - L_cache) - length) / L_cache    L_max - L_cache < length <= L_max
@@ -24,15 +25,17 @@ def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> floa
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """Scores training groups, and subtracts the length penalty from their rewards. Validation has no penalty."""
+    """Scores training groups, and adds the length penalty to the rewards. Validation does not use it."""
 
+    # Scores groups without the penalty.
     score: ScoreGroups
+    # Arguments of `soft_penalty`.
     longest: int
     tokens: int
     penalty: float
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with scores. The penalty is the part `overlong` of a score. Failed rewards stay failed."""
+        """Return the groups with scores, whose part `overlong` is the penalty. A failed score stays without a value."""
         return [
             replace(group, rollouts=[replace(rollout, score=self._punish(rollout)) for rollout in group.rollouts])
             for group in self.score(groups)
@@ -49,7 +52,7 @@ class OverlongPenalty:
 
 
 def training_score(config: GrpoConfig, score: ScoreGroups) -> ScoreGroups:
-    """Return the function that scores training groups: `score`, with the length penalty if the config has one."""
+    """Return the function that scores training groups: `score`, or `score` plus the config's length penalty."""
     rules = config.grpo.overlong
     if rules.penalty_tokens is None:
         return score

@@ -28,34 +28,36 @@ from rlctl.workers.errors import WorkerError
 # Fewest prompts in a comparison, and fewest prompts for each engine.
 PROMPTS = 8
 PER_ENGINE = 2
-# Most tokens of an answer.
+# Largest number of tokens of each answer.
 TOKENS = 16
-# Largest mean of exp|trainer - generator| without a second measurement. In float32 no engine may exceed it; a measured
-# engine has a tighter bound (`bound_of`). In bfloat16 a larger gap needs a second measurement (NeMo-RL's documentation
-# calls more than 1.05 a defect of the framework).
+# Largest token_mult_prob_error that is accepted without a second measurement. In float32 a larger value is always
+# refused, and an engine whose rounding was measured has a tighter bound (`bound_of`). In bfloat16 a larger value needs
+# a second measurement. NeMo-RL's documentation calls more than 1.05 a defect of the framework.
 BOUNDS = {"float32": UNMEASURED, "bfloat16": 1.05}
-# A right engine rounds about as much as the trainer does. Measured: 0.8 to 1.2 times (grpo/README.md). A step rounds
-# about as much as the probe did: 1.0607 after 1.0600.
+# Largest allowed ratio of two roundings. A correct engine rounds 0.8 to 1.2 times as much as the trainer
+# (grpo/README.md). A step rounds about as much as the probe: 1.0607 after 1.0600.
 _AS_MUCH = 2.0
-# An engine in float32 may be this many times as far from the trainer as the trainer is from itself, with each sequence
-# alone: room for deep models. No family of models/FAMILIES.md needs it.
+# In float32: largest allowed ratio of the gap between engine and trainer to the gap between the trainer's passes over
+# packed and single sequences. It leaves room for deep models. No family of models/FAMILIES.md needs it.
 _OTHER_KERNELS = 20.0
 
 
 class ProbeError(RuntimeError):
-    """Trainer and generator disagree: training on such samples would be silently wrong."""
+    """Trainer and generator disagree on log-probs, so training on sampled tokens would be silently wrong."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """`token_mult_prob_error` of both sides to the trainer in float32, whose weights are rounded as theirs."""
+    """Distances of the bfloat16 trainer and engine from a float32 pass of the trainer with the same rounded weights."""
 
+    # `token_mult_prob_error` between the trainer and the float32 pass.
     trainer: float
+    # `token_mult_prob_error` between the engine and the float32 pass.
     engine: float
 
     @property
     def explains(self) -> bool:
-        """True if neither side is much farther from float32 than the other. Otherwise one side computes it wrongly."""
+        """True if rounding explains the gap: both distances are similar. Otherwise one side computes wrongly."""
         gaps = (self.trainer - 1, self.engine - 1)
         return all(map(math.isfinite, gaps)) and max(gaps) <= _AS_MUCH * min(gaps)
 
@@ -65,14 +67,16 @@ class Rounding:
 
 @dataclass(frozen=True)
 class OwnRounding:
-    """`token_mult_prob_error` in float32: of the trainer to itself, each sequence alone, and of the engine to it."""
+    """Distances in float32 that show how much other kernels, or another packing, change log-probs."""
 
+    # `token_mult_prob_error` between the trainer's passes over packed and over single sequences.
     trainer: float
+    # `token_mult_prob_error` between the engine and the trainer.
     engine: float
 
     @property
     def explains(self) -> bool:
-        """True if the engine is as close as other kernels are."""
+        """True if other kernels explain the distance between engine and trainer."""
         return self.engine - 1 <= _OTHER_KERNELS * (self.trainer - 1)
 
     def __str__(self) -> str:
@@ -81,15 +85,16 @@ class OwnRounding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Judgement of a gap between trainer and generator."""
+    """Judgement of a gap between the log-probs of trainer and generator."""
 
+    # True if the gap is small enough, or rounding explains it.
     agree: bool
-    # Empty if the gap is within the dtype's bound.
+    # Result of the second measurement; empty if none was made.
     explanation: str = ""
 
 
 def bound_of(settled: SettledGrpo, device: Device, dtype: str) -> float:
-    """Return the largest gap that is accepted without a second measurement."""
+    """Return the largest token_mult_prob_error that is accepted without a second measurement, for this model."""
     if dtype != "float32" or settled.facts is None:
         return BOUNDS[dtype]
     return engine_rules(settled.config.generation.engine).float32_bound(device, settled.facts)
@@ -101,10 +106,10 @@ def judge(
     rounding: Callable[[], Rounding | OwnRounding | None],
     bound: float | None = None,
 ) -> Verdict:
-    """Judge a gap by its bound. If the gap is larger, judge it by the rounding of both sides.
+    """Accept a gap within `bound`. If the gap is larger, measure the rounding of both sides and judge by that.
 
-    On a deep model with wide logits, correct computations may round to more than the bound on both sides. rounding:
-    measures the rounding; returns None if the trainer cannot. bound: see `bound_of`; None: the dtype's bound.
+    In a deep model with wide logits, rounding alone may cause a gap above the bound. rounding: measures the rounding;
+    returns None if the trainer cannot measure it. bound: see `bound_of`; None: the dtype's bound.
     """
     if gap.token_mult_prob_error <= (bound or BOUNDS[dtype]):
         return Verdict(True)
@@ -121,7 +126,10 @@ def judge(
 def rounding_of(
     engine: Floats, trainer: Floats, exact: Floats | None, mask: Sequence[NDArray[np.bool_]]
 ) -> Rounding | None:
-    """Return the rounding of both sides. exact: the trainer's log-probs in float32; None: there are none."""
+    """Return the distances of engine and trainer from `exact`: the trainer's log-probs computed in float32.
+
+    None if `exact` is None, because the trainer cannot compute in float32.
+    """
     if exact is None:
         return None
     return Rounding(
@@ -131,10 +139,11 @@ def rounding_of(
 
 
 def bound_of_steps(configured: float, probed: float, dtype: str) -> float:
-    """Return the bound on the mismatch of a run's steps, from the config's and from the gap of a probe that passed.
+    """Return the bound on the token_mult_prob_error of a run's steps.
 
-    A probed gap above the dtype's bound was explained by rounding. A step rounds about as much; twice the gap is within
-    bounds. A configured bound that is stricter than the dtype's stays.
+    configured: bound of the config. probed: token_mult_prob_error of the probe, which passed. If `probed` is above the
+    dtype's bound, rounding explained it. A step rounds about as much as the probe, so the new bound allows twice the
+    probe's gap. A configured bound below the dtype's bound stays.
     """
     if probed <= BOUNDS[dtype] or configured < BOUNDS[dtype]:
         return configured
@@ -150,10 +159,10 @@ def probe(
     warn: Callable[[str], object] = lambda text: None,
     bound: float | None = None,
 ) -> Mismatch:
-    """Refit with all checksums, sample a few tokens, and compare log-probs.
+    """Send all weights to the engines with checksums, sample a few tokens, and compare log-probs. Return the gap.
 
-    warn: called with a text if a gap above the bound is explained by rounding. bound: see `judge`. Raises RefitError
-    that names the first tensor that arrived changed, and ProbeError if log-probs differ with all tensors intact.
+    warn: called with a text if rounding explains a gap above the bound. bound: see `judge`. Raises RefitError that
+    names the first tensor that arrived changed, and ProbeError if all tensors arrived intact but log-probs differ.
     """
     parts.pool.sync(version, "all")
     samples = sample_parity(config, parts, tasks, version)
@@ -192,9 +201,9 @@ def probe(
 
 
 def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> list[TrainingSample]:
-    """Sample a few tokens from the whole distribution while trainer and generator both have `version`.
+    """Sample a few short answers without top_p and top_k, while trainer and generator both have `version`.
 
-    Other requests continue meanwhile. Returns an empty list if every episode failed.
+    Other requests of the engines continue meanwhile. Return one sample for each row; empty if every episode failed.
     """
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
@@ -206,6 +215,9 @@ def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], 
 
 
 def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
-    """Return the gap between the samples' log-probs and the trainer's. The trainer must still have their version."""
+    """Return the gap between the log-probs of the engine, which are in `samples`, and the trainer's.
+
+    The trainer must still have the weight version that sampled.
+    """
     engine = [sample.columns["rollout_log_prob"] for sample in samples]
     return mismatch(engine, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

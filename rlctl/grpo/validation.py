@@ -23,7 +23,7 @@ from rlctl.run.recorder import RunRecorder
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out tasks, and the parts that sample and score them. Measures the weights that the engines serve."""
+    """Held-out tasks, with the objects that sample and score them. Samples come from the weights that engines serve."""
 
     config: GrpoConfig
     dispatcher: RolloutDispatcher
@@ -32,10 +32,10 @@ class Validation:
     tasks: Sequence[Task]
 
     def groups(self, version: int, places: range | None = None) -> list[RolloutGroup]:
-        """Return the scored groups of the tasks at `places`, in order. places: None: all tasks.
+        """Sample and score the tasks with the indices `places`, or all tasks if None. Return their groups in order.
 
-        Seeds follow from `run.seed`, the weights' version, and a task's place among all tasks. So a part of the tasks
-        gets the same samples as in the whole. Raises the errors of `RolloutDispatcher.sample`.
+        Seeds follow from `run.seed`, the weight version, and a task's index among all tasks. A task therefore gets the
+        same samples alone as together with others. Raises the errors of `RolloutDispatcher.sample`.
         """
         places = range(len(self.tasks)) if places is None else places
         config = self.config.validation
@@ -73,7 +73,7 @@ def find_unreached_accuracy(groups: Sequence[RolloutGroup], config: GrpoConfig, 
 
 @dataclass(frozen=True)
 class SampledValidation:
-    """Validation of weights that another algorithm trains. Engines get these weights only for validations."""
+    """Validation of weights that another algorithm, such as SFT, trains. Engines get weights only for validations."""
 
     validation: Validation
     pool: GeneratorPool
@@ -82,7 +82,7 @@ class SampledValidation:
     decode: Decode
 
     def measure(self, version: int) -> dict[str, float]:
-        """Return the metrics of the trainer's weights, and record some groups. version: version of these weights.
+        """Return the validation metrics of the trainer's weights, which have `version`, and record some groups.
 
         Raises the errors of `GeneratorPool.sync` and `Validation.groups`.
         """
@@ -100,6 +100,6 @@ class SampledValidation:
         return validation_metrics(groups)
 
     def close(self) -> None:
-        """Stop sampling for good."""
+        """Stop the runner and the dispatcher. No further validation is possible."""
         self.validation.runner.close()
         self.validation.dispatcher.close()

@@ -1,8 +1,7 @@
-"""Base class of every advantage: its input as columns, sums over groups, and advantages of sampled tokens.
+"""Base class of every advantage: scored rollouts as arrays, sums over groups, and advantages of sampled tokens.
 
-Each estimator is a file of this folder; GRPO's own is `group_mean.py`. Groups are distinguished by their tasks, never
-by equal prompts. Only numpy is used. In rlctl's own advantages, the order of the rollouts does not change a single bit
-of any advantage.
+Each estimator is a file of this folder; GRPO's is `group_mean.py`. A group is the rollouts of one task, even if another
+task has an equal prompt. With rlctl's estimators the order of rollouts does not change a single bit of any advantage.
 """
 
 import math
@@ -26,7 +25,7 @@ from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at
 
 Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
-# Added to divisors, for values that differ only by rounding. verl and NeMo-RL use the same value.
+# Added to divisors, which may be nearly 0 for values that differ only by rounding. verl and NeMo-RL use the same value.
 EPSILON = 1e-6
 
 
@@ -40,7 +39,7 @@ class AdvantageShapeError(AdvantageError):
 
 @dataclass(frozen=True)
 class ScoredRollouts:
-    """n scored rollouts, as columns. Raises ValueError for a reward that is not finite or columns of unequal length."""
+    """n scored rollouts as arrays. Raises ValueError for a reward that is not finite or arrays of unequal length."""
 
     # int64 [n]: number of each rollout's group. Groups may have any numbers, in any order.
     group: NDArray[np.int64]
@@ -52,7 +51,7 @@ class ScoredRollouts:
     weights: Mapping[str, float]
     # bool [n]: true if the rollout is correct (by `rewards.N.correct_at`).
     right: NDArray[np.bool_]
-    # For each rollout, int64 [sampled tokens]: the turn of each sampled token, counted from 0, without gaps.
+    # For each rollout, int64 [sampled tokens]: the index of each sampled token's turn, counted from 0 without gaps.
     turns: Rows[NDArray[np.int64]]
     # Name of a column in `Advantage.columns` -> for each rollout, float32 [sampled tokens].
     columns: Mapping[str, Rows[Floats32]] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class ScoredRollouts:
 
     @classmethod
     def read(cls, rollouts: Rows[Rollout], groups: Rows[int]) -> Self:
-        """Return the columns of rollouts that all have a score with a value. groups: of each."""
+        """Return the arrays of some rollouts, which all have a reward. groups: number of each rollout's group."""
         scores = [rollout.score for rollout in rollouts if rollout.score is not None]
         names = dict.fromkeys(chain.from_iterable(score.parts for score in scores))
         weights: dict[str, float] = {}
@@ -90,7 +89,7 @@ class ScoredRollouts:
     @classmethod
     def join(cls, batches: "Rows[ScoredRollouts]") -> "ScoredRollouts":
         """Return the rollouts of all batches, without `columns`. All batches have the same rewards; no two batches have
-        equal group numbers."""
+        the same group number."""
         names = dict.fromkeys(chain.from_iterable(batch.parts for batch in batches))
         parts = {}
         weights: dict[str, float] = {}
@@ -112,11 +111,11 @@ class ScoredRollouts:
 
     @cached_property
     def num_sampled(self) -> NDArray[np.int64]:
-        """Sampled tokens of each rollout, int64 [n]."""
+        """Number of sampled tokens of each rollout, int64 [n]."""
         return np.array([len(turns) for turns in self.turns], np.int64)
 
     def select(self, rows: NDArray[Any]) -> "ScoredRollouts":
-        """Return some of the rollouts. rows: their indices, or bool [n]."""
+        """Return some of the rollouts. rows: indices of these rollouts, or bool [n]."""
         rows = np.arange(len(self))[rows]
         return ScoredRollouts(
             group=self.group[rows],
@@ -134,7 +133,7 @@ class ScoredRollouts:
         yield from np.split(sorted_values.order, sorted_values.starts[1:]) if len(self) else ()
 
     def by_group(self, values: ArrayLike) -> "GroupedValues":
-        """Return values sorted by group. values: one for each rollout, [n]."""
+        """Return `values` [n], one for each rollout, sorted by group."""
         return GroupedValues.sort(np.asarray(values, np.float64), self.group)
 
 
@@ -149,20 +148,21 @@ class GroupedValues:
     values: Floats
     # intp [n]: index of the rollout of each sorted value.
     order: NDArray[np.intp]
-    # intp [groups]: index of each group's first value, and the number of its values.
+    # intp [groups]: index in `values` of each group's first value.
     starts: NDArray[np.intp]
+    # intp [groups]: number of values of each group.
     sizes: NDArray[np.intp]
 
     @classmethod
     def sort(cls, values: Floats, groups: NDArray[np.int64]) -> Self:
-        """Return `values` by their `groups`."""
+        """Sort `values` by `groups`, the number of each value's group."""
         order = np.lexsort((values, groups))
         _, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
         return cls(values[order], order, starts, sizes)
 
     @cached_property
     def mean(self) -> Floats:
-        """Mean of each group, [groups]. For a group of equal values it is exactly this value, without rounding."""
+        """Mean of each group, [groups]. The mean of equal values is exactly their value, without rounding."""
         first = self.values[self.starts]
         uniform = first == self.values[self.starts + self.sizes - 1]
         mean: Floats = np.where(uniform, first, np.add.reduceat(self.values, self.starts) / self.sizes)
@@ -180,12 +180,12 @@ class GroupedValues:
         return np.sqrt(variance)
 
     def spread(self, per_group: ArrayLike) -> Floats:
-        """Return for each sorted value the number of its group, [n]. per_group: one number for each group, [groups]."""
+        """Return an array [n] with each group's number at all sorted values of the group. per_group: [groups]."""
         spread: Floats = np.repeat(np.asarray(per_group, np.float64), self.sizes)
         return spread
 
     def by_row(self, values: Floats) -> Floats:
-        """Return sorted values, [n], in the order of the rollouts."""
+        """Return `values` [n], which are in sorted order, in the order of the rollouts."""
         unsorted = np.empty_like(values)
         unsorted[self.order] = values
         return unsorted
@@ -193,20 +193,20 @@ class GroupedValues:
 
 @dataclass(frozen=True)
 class Advantage(ABC):
-    """Advantage of rollouts, turns or tokens over others. The fields are the keys of its section."""
+    """Estimator of the advantages of rollouts, turns or tokens. Its fields are the keys of its config section."""
 
-    # Rollouts that one advantage depends on: the rollouts of its group, or all rollouts of the step.
+    # "group" if an advantage depends only on rollouts of the same group, "batch" if on all rollouts of the step.
     scope: ClassVar[AdvantageScope] = "group"
-    # Names of `preflight.columns.COLUMNS` that it reads. The step computes them before the advantages.
+    # Names of `preflight.declared_columns.COLUMNS` that the estimator reads. A step computes these columns first.
     columns: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
-        """Return the advantage of each rollout, [n], or for each rollout one array: [turns] or [sampled tokens]."""
+        """Return one advantage for each rollout, [n], or for each rollout one array: [turns] or [sampled tokens]."""
 
     @classmethod
     def from_config(cls, config: GrpoConfig) -> Self:
-        """Return the advantage with the values of `grpo.advantage`."""
+        """Return the estimator with the options in `grpo.advantage`."""
         section = config.grpo.advantage
         if isinstance(section, UserAdvantageSection):
             return cls(**checked_options(cls, Advantage, section.further, "grpo.advantage"))
@@ -214,17 +214,17 @@ class Advantage(ABC):
 
 
 def make_advantage(config: GrpoConfig) -> Advantage:
-    """Return the advantage that `grpo.advantage.name` names."""
+    """Return the estimator that `grpo.advantage.name` names, with its options."""
     name = config.grpo.advantage.name
     kind: type[Advantage] = load_object(ADVANTAGES.get(name, name))
     return kind.from_config(config)
 
 
 def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDArray[np.float32]]:
-    """Return the advantages of the sampled tokens: for each rollout, float32 [sampled tokens].
+    """Return the advantages of all sampled tokens: for each rollout, float32 [sampled tokens].
 
-    Raises AdvantageShapeError if shapes differ from those that `Advantage.__call__` allows, and AdvantageError if
-    values are not finite or a user's class raises.
+    Raises AdvantageShapeError if the estimator returns a shape that `Advantage.__call__` does not allow, and
+    AdvantageError if a value is not finite or a user's class raises.
     """
     name = type(advantage).__name__
     advantages = _call_advantage(advantage, rollouts)
@@ -254,7 +254,7 @@ def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDA
 
 
 def _call_advantage(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
-    """Call the advantage. Raises AdvantageError if a user's class raises or returns a value without a length."""
+    """Call the estimator. Raises AdvantageError if a user's class raises or returns a value without a length."""
     kind = type(advantage)
     try:
         advantages = advantage(rollouts)
@@ -274,19 +274,19 @@ def _call_advantage(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | 
 
 
 def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the turn of each sampled token, int64 [sampled tokens], from 0.
+    """Return the index of each sampled token's turn, int64 [sampled tokens], from 0.
 
-    sampled: bool [T] of a trajectory. A turn is an unbroken run of sampled tokens.
+    sampled: bool [T], true at the sampled tokens of a trajectory. A turn is an unbroken run of sampled tokens.
     """
     begins = sampled & ~np.concatenate([[False], sampled[:-1]])
     return (np.cumsum(begins) - 1)[sampled]
 
 
 def normalize(values: Floats, counts: ArrayLike = 1) -> Floats:
-    """Return (a - m) / (s + 1e-6), [n], with m the mean and s the sample standard deviation of all values.
+    """Return (a - m) / (s + 1e-6), [n], with m the mean and s the sample standard deviation of all values a.
 
-    counts: how often each value counts, [n]; the divisor of the variance is their sum less 1. Equal values give
-    exactly 0. The sums are exact, so that no order changes a bit.
+    counts: how often each value counts, [n]. The variance is divided by sum(counts) - 1. If all values are equal, the
+    result is exactly 0. Sums are exact, so that the order of the values does not change a bit.
     """
     weights = np.broadcast_to(np.asarray(counts, np.float64), values.shape)
     total = math.fsum(weights)

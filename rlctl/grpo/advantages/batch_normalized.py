@@ -1,4 +1,4 @@
-"""Rewards normalised over the whole step: REINFORCE++."""
+"""Advantage of REINFORCE++: rewards normalised over the whole step."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,10 +11,11 @@ from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, normal
 class BatchNormalized(Advantage):
     """A_i = (a_i - M) / (S + 1e-6), with M and S the mean and deviation over all sampled tokens of the step.
 
-    baseline: none takes a_i = r_i (REINFORCE++, arXiv 2501.03262, section 3.1), group_mean takes a_i = r_i - m, with m
-    the mean of the group (REINFORCE++ with baseline, section 3.2). A token counts once, as in verl's `masked_whiten`:
-    the advantages of the step's tokens sum to 0. Unlike a group's deviation, S hardly depends on r_i, so that the
-    estimate is unbiased as the batch grows. Where all a_i are equal, each A_i is exactly 0.
+    With `baseline` "none", a_i is the reward r_i (REINFORCE++, arXiv 2501.03262, section 3.1). With "group_mean" it is
+    r_i - m, with m the mean reward of the group (REINFORCE++ with baseline, section 3.2). Each token counts once, as in
+    verl's `masked_whiten`, so the advantages of the step's tokens sum to 0. S hardly depends on one r_i, unlike the
+    deviation of a group, so the estimate becomes unbiased as the batch grows. If all a_i are equal, each A_i is exactly
+    0.
     """
 
     scope: ClassVar[AdvantageScope] = "batch"

@@ -1,4 +1,4 @@
-"""Each reward normalised in its group before the sum: GDPO."""
+"""Advantage of GDPO: each reward is normalised in its group before rewards are summed."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,12 +11,13 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 
 @dataclass(frozen=True)
 class Gdpo(Advantage):
-    """Sum of w_k (r_ki - m_k) / (s_k + 1e-6) over the rewards k, normalised over the rollouts of the step.
+    """A_i = sum over the rewards k of w_k (r_ki - m_k) / (s_k + 1e-6), then normalised over the step's rollouts.
 
-    m_k and s_k are the mean and sample standard deviation of reward k in the group, w_k its weight (GDPO, arXiv
-    2601.05242, equations 4, 6 and 7). Rollouts whose rewards differ, but have the same sum, stay apart, and a reward of
-    a small range counts as much as one of a large. A penalty for length is one of the rewards. A reward that all
-    rollouts of a group share adds exactly 0 there; where all sums are equal, each advantage is exactly 0.
+    m_k and s_k are the mean and sample standard deviation of reward k in the group, and w_k is the reward's weight
+    (GDPO, arXiv 2601.05242, equations 4, 6 and 7). Rollouts with different rewards of equal sum get different
+    advantages. A reward with a small range counts as much as a reward with a large range. A length penalty counts as
+    one of the rewards. A reward that is equal for a whole group adds exactly 0. If all sums of the step are equal, each
+    advantage is exactly 0.
     """
 
     scope: ClassVar[AdvantageScope] = "batch"

@@ -1,4 +1,4 @@
-"""The mean of the group as the baseline: GRPO."""
+"""Advantage of GRPO: the baseline is the mean reward of the group."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 class GroupMean(Advantage):
     """A_i = r_i - m, with m the mean of the group's rewards (GRPO, arXiv 2402.03300, section 4.1).
 
-    normalize_std: A_i / (s + 1e-6), with s the group's sample standard deviation. The paper divides; Dr. GRPO (arXiv
-    2503.20783) shows the bias of this division towards tasks that are nearly always or nearly never solved. A uniform
-    group, and a rollout that is alone in its group, get exactly 0.
+    With `normalize_std` A_i is divided by s + 1e-6, with s the group's sample standard deviation. The GRPO paper
+    divides. Dr. GRPO (arXiv 2503.20783) shows that this division favours tasks that are nearly always or nearly never
+    solved. All advantages of a group with equal rewards, or with one rollout, are exactly 0.
     """
 
     normalize_std: bool

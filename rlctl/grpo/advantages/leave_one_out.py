@@ -1,4 +1,4 @@
-"""The mean of the others in the group as the baseline: RLOO."""
+"""Advantage of RLOO: a rollout's baseline is the mean reward of the other rollouts in its group."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,12 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
-    """A_i = r_i - mean of the others = (r_i - m) n / (n - 1), with m the group's mean (RLOO, arXiv 2402.14740).
+    """A_i = r_i - mean of the other rewards of the group (RLOO, arXiv 2402.14740).
 
-    The baseline does not depend on r_i, so that the gradient is unbiased; group_mean's is smaller by (n - 1) / n.
-    normalize_std: A_i / (s + 1e-6), with s the group's sample standard deviation. A uniform group, and a rollout that
-    is alone in its group, get exactly 0.
+    This equals (r_i - m) n / (n - 1), with m the mean of the group's n rewards. The baseline does not depend on r_i, so
+    the gradient is unbiased. The gradient with group_mean is smaller by the factor (n - 1) / n. With `normalize_std`
+    A_i is divided by s + 1e-6, with s the group's sample standard deviation. All advantages of a group with equal
+    rewards, or with one rollout, are exactly 0.
     """
 
     normalize_std: bool

@@ -1,4 +1,4 @@
-"""The chance that one of k rollouts is right as the reward: pass@k training."""
+"""Advantage of pass@k training: the reward is the chance that at least one of k rollouts is right."""
 
 import math
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 
 @dataclass(frozen=True)
 class PassAtK(Advantage):
-    """Mean advantage of the subsets of k rollouts that a rollout is in, each rewarded with 1 if one of its rollouts is
-    right.
+    """A_i = mean advantage of all subsets of k rollouts that contain rollout i.
 
-    Of n rollouts w are wrong. A subset fails with probability f = C(w, k) / C(n, k), and one that has a certain wrong
-    rollout with f' = C(w - 1, k - 1) / C(n - 1, k - 1). With s = sqrt(f (1 - f)):
+    The reward of a subset is 1 if at least one of its rollouts is right, else 0. w of the group's n rollouts are wrong.
+    A random subset gets 0 with probability f = C(w, k) / C(n, k). A subset that contains a given wrong rollout gets 0
+    with probability f' = C(w - 1, k - 1) / C(n - 1, k - 1). With s = sqrt(f (1 - f)):
 
         right: A = f / (s + 1e-6)        wrong: A = (f - f') / (s + 1e-6)
 
-    (Pass@k training, arXiv 2508.10751, analytical derivation; the epsilon is its authors'.) It keeps the policy from
-    settling on one way to answer. Rollouts are right or wrong by the reward that decides (`rewards.N.correct_at`);
-    nothing else that they earn counts. A group with only right or only wrong rollouts, or of k or fewer, gets 0.
+    Source, with this epsilon: Pass@k training, arXiv 2508.10751, analytical derivation. The advantage keeps the policy
+    from settling on one way to answer. A rollout is right or wrong by `rewards.N.correct_at`, and no other reward
+    counts. A group with only right or only wrong rollouts, or with at most k rollouts, gets 0.
     """
 
     k: int

@@ -1,4 +1,4 @@
-"""A quantile of the group as the baseline: quantile advantage estimation."""
+"""Advantage of quantile advantage estimation (QAE): the baseline is a quantile of the group's rewards."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollout
 
 @dataclass(frozen=True)
 class QuantileBaseline(Advantage):
-    """A_i = (r_i - b) / (s + 1e-6), with b the `quantile` K of the group's rewards (QAE, arXiv 2509.22611, equation 3).
+    """A_i = (r_i - b) / (s + 1e-6), with b the K-quantile of the group's rewards (QAE, arXiv 2509.22611, equation 3).
 
-    b is the least reward that a share of at least K of the group does not exceed; s is the group's sample standard
-    deviation. With rewards of 0 and 1 a group of which a share of at most 1 - K is right learns from its right rollouts
-    alone, any other from its wrong ones (equation 4). That bounds the policy's entropy on both sides. A uniform group,
-    and a rollout that is alone in its group, get exactly 0.
+    K is `quantile`. b is the smallest reward such that at least a share K of the group's rewards are <= b. s is the
+    group's sample standard deviation. Take rewards of 0 and 1: if at most a share 1 - K of a group is right, only its
+    right rollouts have an advantage, otherwise only its wrong rollouts (equation 4). This bounds the policy's entropy
+    from above and below. All advantages of a group with equal rewards, or with one rollout, are exactly 0.
     """
 
     quantile: float
@@ -22,7 +22,7 @@ class QuantileBaseline(Advantage):
     def __call__(self, rollouts: ScoredRollouts) -> Floats:
         groups = rollouts.by_group(rollouts.reward)
         rank = np.ceil(self.quantile * groups.sizes).astype(np.intp)
-        # The least rank with rank / size >= K: the product above is rounded.
+        # Correct the rank, because the product above is rounded: take the smallest rank with rank / size >= K.
         rank += rank / groups.sizes < self.quantile
         rank -= (rank - 1) / groups.sizes >= self.quantile
         baseline = groups.values[groups.starts + rank - 1]

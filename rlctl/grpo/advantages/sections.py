@@ -1,6 +1,6 @@
-"""The section of each advantage: its keys, their meanings and limits. No torch, as in every check of a config.
+"""Config section of each advantage: its keys with meanings and limits. `configs/advantage.yaml` has the defaults.
 
-`configs/advantage.yaml` has the defaults.
+This module imports no torch, so that checks of a config stay fast.
 """
 
 from dataclasses import dataclass

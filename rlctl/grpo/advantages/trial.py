@@ -1,4 +1,4 @@
-"""Trial of a user's advantage on made-up rewards before a run starts, to find errors that would end the first step."""
+"""Tries a user's advantage on made-up rewards before a run starts, to find errors that would end the first step."""
 
 from collections.abc import Iterable
 
@@ -26,17 +26,17 @@ _WHAT = "grpo.advantage.name={}, tried on made-up rewards of 0 and 1"
 
 
 def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
-    """Return a line for the user on the trial, and True if it failed. The line is empty if nothing was tried: for
-    rlctl's own advantages, and if rewards have no names yet, as an environment's before an episode.
+    """Return a line for the user about the trial, and True if the trial failed.
 
-    Rewards of the run may differ from the made-up ones, so most failures do not refuse the run. Raises
-    UnusableAdvantageError for a wrong number of advantages, and for a bug.
+    The line is empty for rlctl's advantages, which are not tried. It is also empty with an environment, whose rewards
+    have no names before the first episode. Rewards of the run may differ from the made-up rewards, so most failures do
+    not stop the run. Raises UnusableAdvantageError for a wrong number of advantages, and for a bug.
     """
     name = config.grpo.advantage.name
     if ":" not in name:
         return "", False
     try:
-        # A result that is not finite is told below.
+        # Hide numpy's warnings, because `token_advantages` reports a result that is not finite.
         with np.errstate(all="ignore"):
             advantage = make_advantage(config)
             token_advantages(advantage, _made_up(config, advantage.columns))
@@ -50,7 +50,7 @@ def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
 
 
 def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
-    """Return a group with two different rewards, and a group with equal ones unless the config filters such groups.
+    """Return a group with rewards 0 and 1 and, unless the config filters such groups, one with only rewards 0.
 
     columns: names of the columns that the advantage reads.
     """
@@ -64,7 +64,7 @@ def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
         parts[OVERLONG] = np.zeros(len(group))
         weights[OVERLONG] = 1.0
     turns = [np.zeros(1 + row % 3, np.int64) for row in range(len(group))]
-    # Ages of 0 and log-probs of -1.
+    # Every age is 0, every log-prob -1.
     values = {name: 0.0 if name == AGE.name else -1.0 for name in columns}
     return ScoredRollouts(
         group=group,

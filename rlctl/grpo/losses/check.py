@@ -1,6 +1,7 @@
-"""Checks that a loss keeps its contract, on made-up rollouts in float64. For `rlctl loss check` and rlctl's own tests.
+"""Checks that a loss keeps the contract of `PolicyLoss`, on made-up rollouts in float64.
 
-Each check returns None, or the problem in one line with numbers and remedy.
+`rlctl loss check` and rlctl's tests use the checks. Each check returns None, or the problem in one line with numbers
+and remedy.
 """
 
 import math
@@ -24,32 +25,35 @@ from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
-# Possible log-probs of a sample, in drawing order.
+# Names of all log-prob columns that a sample may have, in the order in which made-up values are drawn.
 _LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(roles_by_column(COLUMNS))]
 _TOLERANCE = 1e-9
-# Lengths of the rows of each rollout. The smallest come first, so that a counterexample is small.
+# Made-up batches: for each rollout the lengths of its rows. Small batches come first, so that a reported problem is
+# small.
 _SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
 _SPLIT_SHAPES = [[[2, 2], [3]], [[3, 2], [4], [2, 6, 3]]]
 
 
 @dataclass
 class MadeUpRow:
-    """One made-up row of T tokens, float64. log_probs and entropy [T] are leaves with gradient."""
+    """One made-up row of T tokens. Floats are float64."""
 
+    # [T] each, leaf tensors with gradient.
     log_probs: Tensor
     entropy: Tensor
-    # bool [T].
+    # bool [T]: true at the tokens to train on.
     mask: Tensor
-    # name -> [T].
+    # Name -> [T].
     columns: dict[str, Tensor]
-    # Number of its rollout.
+    # Number of the rollout to which the row belongs.
     rollout: int
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One property of a loss."""
+    """Result of one check of a loss."""
 
+    # Name of the check, a key of `CHECKS`.
     name: str
     # The problem and its remedy; None if the property holds.
     problem: str | None
@@ -57,21 +61,23 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an update that consists of some micro-batches."""
+    """Loss, gradients and metrics of an update over some micro-batches."""
 
-    # Summed loss divided by the normalizer.
+    # Sum of the micro-batches' losses, divided by the normalizer.
     loss: float
-    # For each row, the gradient by its log-probs and then by its entropy, both divided by the normalizer.
+    # For each row two tensors [T]: the gradients with respect to its log-probs and to its entropy, divided by the
+    # normalizer.
     gradients: list[Tensor]
+    # Metrics by name: means and maxima over the update.
     means: dict[str, float]
     maxima: dict[str, float]
 
 
 def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.4) -> list[MadeUpRow]:
-    """Return the rows of some rollouts. lengths: of each rollout's rows.
+    """Return random rows of some rollouts. lengths: for each rollout the lengths of its rows.
 
-    Policy, generator, old policy and reference differ by about `spread` nats a token, enough for bounds to bind
-    somewhere; about three tokens in ten are not masked, and a fifth of the advantages are 0.
+    The log-probs of policy, generator, old policy and reference differ by about `spread` nats at each token, enough for
+    some ratios to be clipped. The mask is true at about 7 of 10 tokens. A fifth of the advantages are 0.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -95,7 +101,7 @@ def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.
 
 
 def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
-    """Return rows end to end as a loss sees them."""
+    """Return the rows as one micro-batch, the input of a loss."""
     lengths = torch.tensor([len(row.mask) for row in rows])
     rollouts = torch.from_numpy(rollout_index([row.rollout for row in rows]))
     sequence = torch.arange(len(rows)).repeat_interleave(lengths)
@@ -112,12 +118,12 @@ def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
 
 
 def totals_of(rows: Sequence[MadeUpRow]) -> Totals:
-    """Return the counts of an update of these rows."""
+    """Return the numbers of trained tokens, rows and rollouts, from which a loss computes its normalizer."""
     return Totals(sum(int(row.mask.sum()) for row in rows), len(rows), len({row.rollout for row in rows}))
 
 
 def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows: Sequence[MadeUpRow]) -> Outcome:
-    """Return the update that micro-batches make together. rows: of all micro-batches, in the order of the gradients."""
+    """Return the outcome of one update over all micro-batches. rows: all their rows, in the order for `gradients`."""
     outputs = [loss(pack_rows(batch)) for batch in micro_batches if batch]
     divisor = loss.normalizer(totals_of(rows)) or 1
     total = torch.stack([output.loss for output in outputs]).sum() / divisor
@@ -128,7 +134,7 @@ def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows
 
 
 def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
-    """Return the means of some micro-batches, as an update reads them; none without weight."""
+    """Return the mean metrics over some micro-batches: sum of totals / sum of weights. Omit metrics of weight 0."""
     means = {}
     for name in outputs[0].means:
         total = sum(output.means[name][0].item() for output in outputs)
@@ -139,7 +145,7 @@ def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
 
 
 def difference(first: Outcome, second: Outcome) -> str | None:
-    """Return the first difference between two outcomes, with its numbers; None if there is only rounding."""
+    """Return a text on the first difference between two outcomes, with numbers; None if only rounding differs."""
     if not _is_close(first.loss, second.loss):
         return f"the loss is {first.loss:.6g} and {second.loss:.6g}"
     for first_gradient, second_gradient in zip(first.gradients, second.gradients):
@@ -154,16 +160,16 @@ def _metric_difference(first: dict[str, float], second: dict[str, float]) -> str
     for name in first.keys() | second.keys():
         first_value = first.get(name, math.nan)
         second_value = second.get(name, math.nan)
-        # A metric that one side lacks is NaN here, and close to no number.
+        # If one outcome lacks the metric, its value is NaN here, which is close to no number.
         if not _is_close(first_value, second_value):
             return f"the metric {name} is {first_value:.6g} and {second_value:.6g}"
     return None
 
 
 def check_loss(loss: PolicyLoss) -> list[CheckResult]:
-    """Check every property of the contract, for the loss as it is, and for an off-policy update with a KL term.
+    """Run every check, on the loss itself and on a variant with ages, a KL term and an entropy term.
 
-    If `policy` cannot be called or returns no terms, this is the only result, since nothing else can be checked.
+    If `policy` raises or returns wrong values, the result has this problem alone, because no other check can run.
     """
     if problem := _policy(loss):
         return [CheckResult("policy", problem)]
@@ -182,7 +188,7 @@ def _loss_problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) 
 
 
 def _policy(loss: PolicyLoss) -> str | None:
-    """Return the mistake in the term of `policy`; None if each token has a number, with gradient."""
+    """Return the problem if `policy` raises, or does not return a number with gradient for each token; else None."""
     batch = pack_rows(made_up_rows(0, _SHAPES[1]))
     try:
         term = loss.policy(PolicyTokens(batch, loss.proximal))
@@ -210,12 +216,15 @@ def _policy(loss: PolicyLoss) -> str | None:
 
 
 def _sign(loss: PolicyLoss) -> str | None:
-    """Look at a step on rollouts of advantage 1 and -1, sampled by the policy itself, without KL and entropy terms."""
+    """Return the problem if a gradient step lowers the log-prob of a rollout with advantage 1, or raises it for -1.
+
+    The rollouts are on-policy, and the KL and entropy terms are off.
+    """
     rows = made_up_rows(0, [[6], [6]], spread=0.0)
     for row, advantage in zip(rows, (1.0, -1.0)):
         row.columns |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
     gradients = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows).gradients
-    # Every row has two gradients: by its log-probs, and by its entropy.
+    # Each row has two gradients, for log-probs and for entropy. Index 0 and 2 are those for log-probs.
     rise_of_good = -gradients[0].sum().item()
     rise_of_bad = -gradients[2].sum().item()
     remedy = "policy is minimised: the usual term is `-tokens.advantage * tokens.ratio`"
@@ -302,9 +311,9 @@ def _outliers(loss: PolicyLoss) -> str | None:
 
 
 def one_token(policy: float, sampler: float, advantage: float) -> MadeUpRow:
-    """Return a rollout of one masked token.
+    """Return a rollout of one token, at which the mask is true.
 
-    policy: log pi. sampler: the log-prob of generator, old policy and reference.
+    policy: log-prob under the policy. sampler: log-prob under the generator, the old policy and the reference.
     """
     column = torch.full((1,), sampler, dtype=torch.float64)
     values = dict.fromkeys(_LOG_PROBS, column)

@@ -7,11 +7,12 @@ from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
 
 @dataclass(frozen=True, kw_only=True)
 class CispoLoss(PolicyLoss):
-    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, as the mean over the update's tokens; sg: stop gradient.
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, averaged over the update's tokens; sg: stop gradient.
 
-    CISPO: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A bound limits the weight of a token, but not its gradient:
-    rare tokens, which a clipped surrogate drops after the first update, still learn. The paper has no lower bound
-    (clip_low 1). ScaleRL, arXiv 2510.13786, limits the weight to 5; its results hardly change from 4 to 8.
+    CISPO: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. Clipping limits the weight of a token, but the token keeps
+    a gradient. So rare tokens still learn, whose gradient a clipped surrogate sets to 0 after the first update. The
+    paper has no lower bound (clip_low 1). ScaleRL, arXiv 2510.13786, limits the weight to 5, and finds hardly other
+    results with limits from 4 to 8.
     """
 
     clip_low: float

@@ -11,10 +11,11 @@ class DppoLoss(PolicyLoss):
     """-sg(min(r, ratio_cap)) A log pi where |pi - q| is within bounds, plus rollout_kl_coef log(r)^2 everywhere.
 
     DPPO with the binary total variation: Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv
-    2602.04879; the mean over the update's tokens. A token is left out when A pulls it further out of the region: A > 0
-    and pi - q > mask_high, or A < 0 and pi - q < -mask_low. Improbable tokens may change by large ratios, probable ones
-    by no large probability. The penalty, prime-rl's kl_tau, keeps the policy near the generator's; it has a gradient at
-    tokens that are left out, too. With proximal rollout q is mu, as in the paper.
+    2602.04879. The loss is the mean over the update's tokens. The first term is 0 for a token that A would push further
+    out of the trust region: A > 0 and pi - q > mask_high, or A < 0 and pi - q < -mask_low. So the ratio of an
+    improbable token may become large, while the probability of a probable token may change only a little. The second
+    term is prime-rl's kl_tau penalty. It keeps the policy near q, also at tokens whose first term is 0. With
+    `proximal: rollout`, its only value, q is mu, as in the paper.
     """
 
     mask_low: float

@@ -11,13 +11,13 @@ from rlctl.preflight.settled import SettledGrpo
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpoLoss(ClippedLoss):
-    """`ClippedLoss` summed over the update's tokens, over the number of rollouts times max_tokens.
+    """`ClippedLoss`, summed over the update's tokens and divided by (number of rollouts) x max_tokens.
 
-    Dr. GRPO, arXiv 2503.20783, section 3.2: each rollout's mean over its own tokens would make a wrong answer cost less
-    the longer it is. The metrics loss/* are means over tokens.
+    Dr. GRPO, arXiv 2503.20783, section 3.2: if each rollout were averaged over its tokens, a long wrong answer would
+    cost less than a short one. The metrics loss/* are means over tokens.
     """
 
-    # L, the same for every rollout.
+    # Constant length, by which the sum of every rollout is divided.
     max_tokens: int
 
     @classmethod

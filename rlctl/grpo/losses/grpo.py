@@ -11,10 +11,10 @@ from rlctl.grpo.losses.terms import bound_by, clip_ratio
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedLoss(PolicyLoss):
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 at most -dual_clip A.
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); for A < 0 the result is at most -dual_clip A.
 
-    PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, section 3.1; dual_clip: arXiv 1912.09729. The
-    gradient is -r A grad log pi, and 0 where a bound holds the ratio.
+    PPO, arXiv 1707.06347, equation 7. Two different bounds: DAPO, arXiv 2503.14476, section 3.1. dual_clip: arXiv
+    1912.09729. The gradient is -r A grad log pi, and 0 where the ratio is clipped.
     """
 
     clips: ClassVar[bool] = True
@@ -27,7 +27,7 @@ class ClippedLoss(PolicyLoss):
         return self.surrogate(tokens, tokens.ratio)
 
     def surrogate(self, tokens: PolicyTokens, ratio: Tensor) -> PolicyTerm:
-        """Return the clipped surrogate of a ratio, [T]."""
+        """Return the clipped surrogate of each token, [T], for a ratio [T]."""
         low = 1 - self.clip_low * tokens.shrink
         high = 1 + self.clip_high * tokens.shrink
         bounded = clip_ratio(ratio, tokens.advantage, low, high, self.dual_clip)
@@ -37,8 +37,11 @@ class ClippedLoss(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoLoss(ClippedLoss):
-    """`ClippedLoss` as the mean over the update's tokens (DAPO, arXiv 2503.14476, equation 8), or over its rollouts of
-    each one's mean over its tokens (GRPO, arXiv 2402.03300, equation 3)."""
+    """`ClippedLoss`, averaged over tokens or over rollouts.
+
+    reduction token: mean over the update's tokens (DAPO, arXiv 2503.14476, equation 8). sequence: mean over each
+    rollout's tokens, then over rollouts (GRPO, arXiv 2402.03300, equation 3).
+    """
 
     reduction: Literal["token", "sequence"]
 

@@ -1,4 +1,4 @@
-"""The loss of GSPO: the clipped surrogate of a rollout's whole ratio."""
+"""The loss of GSPO: the clipped surrogate with one ratio for each rollout."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,17 +10,19 @@ from rlctl.grpo.losses.terms import bounded_exp
 
 @dataclass(frozen=True, kw_only=True)
 class GspoLoss(ClippedLoss):
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of a rollout's ratios pi / q.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s the geometric mean of pi / q over a rollout's tokens.
 
-    GSPO, arXiv 2507.18071, equations 5 to 7; the mean over rollouts. s is far nearer to 1 than a token's ratio, and so
-    are its bounds: nearer than an engine's bfloat16 to the trainer. q is the trainer's own unless the config says
-    otherwise. The gradient is s times the mean of grad log pi over the rollout's tokens.
+    GSPO, arXiv 2507.18071, equations 5 to 7. The loss is the mean over rollouts. s is much nearer to 1 than the ratio
+    of a token, so its bounds are narrow. The mismatch between engine and trainer in bfloat16 is larger than the bounds.
+    Therefore q comes from the trainer unless the config sets `proximal`. The gradient of s is s times the mean of
+    grad log pi over the rollout's tokens.
 
-    `level` token is GSPO-token (equations 13 and 14): a token's own s_t = sg(s) pi / sg(pi) has the value of s and the
-    gradient of the token's log pi. It is the same update unless advantages, weights or ages differ within a rollout.
+    With `level: token` the loss is GSPO-token (equations 13 and 14): each token has s_t = sg(s) pi / sg(pi), with the
+    value of s and the gradient of the token's log pi. The update is the same unless advantages, weights or ages differ
+    within a rollout.
 
-    The importance weight and the KL term are those of every loss, token by token; so is age_decay, which tightens the
-    bounds of a rollout's older tokens. The ratio/* metrics are of s.
+    Importance weight and KL term are computed for each token, as in every loss. age_decay too works on each token: it
+    tightens the bounds at older tokens. The ratio/* metrics show s.
     """
 
     whole_rollouts: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Terms that losses share: ratios and their bounds, the KL term, weighted sums. Pure functions of [T] tensors."""
+"""Terms that all losses use: clipped ratios, the KL term, weighted sums. Pure functions of tensors [T]."""
 
 from typing import Literal
 
@@ -8,22 +8,23 @@ from torch import Tensor
 Estimator = Literal["k1", "k2", "k3"]
 Bounds = tuple[float, float]
 
-# exp(20) = 4.9e8. A larger ratio is meaningless anyway, and float32 sums of squares of this one stay finite.
+# Largest exponent: exp(20) = 4.9e8. Sums of squares of ratios up to this size stay finite in float32, and larger ratios
+# would be meaningless anyway.
 MAX_LOG = 20.0
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """Return exp(x) with x clipped to +-20. Outside the gradient is 0. NaN stays NaN."""
+    """Return exp(x) with x clipped to +-20. The gradient is 0 where x is clipped. NaN stays NaN."""
     return x.clamp(-MAX_LOG, MAX_LOG).exp()
 
 
 def clip_ratio(
     ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float, dual_clip: float | None = None
 ) -> Tensor:
-    """Return b with b A = min(r A, clip(r, low, high) A), and for A < 0 at least `dual_clip` A.
+    """Return the clipped ratio b [T]: b A = min(r A, clip(r, low, high) A), and b <= `dual_clip` where A < 0.
 
-    Only the bound against A's pull can bind: `high` for A > 0, `low` and `dual_clip` for A < 0. The gradient is that of
-    r, 0 where a bound binds (PPO, arXiv 1707.06347, equation 7; `dual_clip`: dual-clip PPO, arXiv 1912.09729).
+    For A > 0 only `high` clips the ratio, for A < 0 only `low` and `dual_clip`. The gradient is that of r, and 0 where
+    r is clipped (PPO, arXiv 1707.06347, equation 7; `dual_clip`: dual-clip PPO, arXiv 1912.09729).
     """
     rising = ratio.clamp(max=high)
     falling = ratio.clamp(min=low)
@@ -33,13 +34,13 @@ def clip_ratio(
 
 
 def bound_by(ratio: Tensor, bounded: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bool [T], twice: tokens held by a lower bound, and tokens held by an upper bound, where A is not 0."""
+    """Return two bool [T]: tokens clipped by a lower bound and by an upper bound. Tokens with A = 0 do not count."""
     moves = advantage != 0
     return (ratio < bounded) & moves, (ratio > bounded) & moves
 
 
 def is_within(ratio: Tensor, bounds: Bounds | None) -> Tensor:
-    """Return bool [T]: low <= ratio <= high; true everywhere without bounds."""
+    """Return bool [T]: true where low <= ratio <= high, and everywhere if `bounds` is None."""
     if bounds is None:
         return torch.ones_like(ratio, dtype=torch.bool)
     return (ratio >= bounds[0]) & (ratio <= bounds[1])
@@ -57,10 +58,10 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 
 
 def kl_term(weight: Tensor, estimate: Tensor, bound: float | None) -> Tensor:
-    """Return weight * estimate, with the weight at most `bound` and the product within +-`bound`.
+    """Return weight * estimate, with the weight clipped to `bound` and the product clipped to +-`bound`.
 
-    A bound that binds leaves no gradient: verl and NeMo-RL bound the estimate at 10 that way. Bounding the product
-    keeps the gradient's sign. A bounded estimate would lose it, since the weight has a gradient too.
+    A clipped term has gradient 0. verl and NeMo-RL clip the estimate at 10 instead. Here the weight has a gradient too,
+    so with a clipped estimate the gradient of the product could have the wrong sign.
     """
     if bound is None:
         return weight * estimate
@@ -68,6 +69,9 @@ def kl_term(weight: Tensor, estimate: Tensor, bound: float | None) -> Tensor:
 
 
 def weighted_sums(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
-    """Return each value's weighted sum. One product for all; no matmul, which lower-precision settings would round."""
+    """Return sum(value * weights) of each value, by name.
+
+    One product computes all sums. It is no matmul, which torch may compute in a lower precision such as TF32.
+    """
     stacked = torch.stack([value.to(weights.dtype) for value in values.values()])
     return dict(zip(values, (stacked * weights).sum(-1)))

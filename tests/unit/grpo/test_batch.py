@@ -25,7 +25,9 @@ from tests.turns import turn
 
 OVERLONG = OverlongSection(None, 1.0, False)
 ADVANTAGE = GroupMean(normalize_std=False)
-LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
+LOSS = GrpoLossSection(
+    "grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, None, 0.2, 0.2, None, "token"
+)
 
 
 def config(skip: bool) -> GrpoSection:

@@ -20,7 +20,9 @@ from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
 ADVANTAGE = GroupMean(normalize_std=False)
-LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
+LOSS = GrpoLossSection(
+    "grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, None, 0.2, 0.2, None, "token"
+)
 
 
 def config(by: Filter = None, mask: bool = False) -> GrpoSection:

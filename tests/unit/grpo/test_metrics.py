@@ -35,7 +35,9 @@ from tests.turns import turn
 OFF = DynamicSamplingSection(None, 0.0)
 FILTER = DynamicSamplingSection("rewards", 0.0)
 OVERLONG = OverlongSection(None, 1.0, False)
-LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
+LOSS = GrpoLossSection(
+    "grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, None, 0.2, 0.2, None, "token"
+)
 CONFIG = GrpoSection(1, 4, 4, 1, FILTER, OVERLONG, GroupMeanSection("group_mean", False), LOSS)
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
