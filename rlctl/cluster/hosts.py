@@ -1,7 +1,8 @@
-"""Programs of `remote_scripts/` that run on a machine, this one or another, and the ways to reach it.
+"""Calls of the programs in `remote_scripts/` on a machine, this one or another reached by ssh, srun or kubectl.
 
-A host has rlctl, and so the programs. `check.py` alone travels, since it says if rlctl is there. A request goes through
-the standard input of a Python there: a secret in a request (the token) is on no command line and in no file.
+A host has rlctl installed, and thus these programs. Only `check.py` is sent as text, because it reports whether rlctl
+is installed. A request goes to the standard input of a Python process on the host, so a secret in a request (the token)
+is on no command line and in no file.
 """
 
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _REPLY_MARK = "@rlctl "
-# Time that a link has to end by itself before it is killed.
+# Seconds between the terminate and the kill of a link's process (ssh, srun or kubectl).
 _TERM_S = 3.0
 _RUN = """
 import json
@@ -26,7 +27,7 @@ except Exception as error:
     reply = {{"error": "%s: %s" % (type(error).__name__, error)}}
 print({mark!r} + json.dumps(reply), flush=True)
 """
-# Complaints of a link and their remedies; of several complaints the first in this order counts.
+# Text in a link's error output -> remedy. If several texts match, the first in this order counts.
 _SSH_REMEDIES = {
     "Permission denied": "key not accepted: try `ssh {host}` by hand, add your key with ssh-copy-id or ssh-add",
     "IDENTIFICATION HAS CHANGED": "host key changed: if that is right, ssh-keygen -R its name; ssh says more by hand",
@@ -59,29 +60,29 @@ _KUBECTL_REMEDIES = {
 
 
 class HostError(Exception):
-    """A host could not be asked, or its program failed. The message is one line without the host's name."""
+    """A host could not be reached, or its program failed. The message is one line without the host's name."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine to run programs on."""
+    """A machine on which programs are run."""
 
     name: str
     python: str = sys.executable
-    # Command that runs another command there; empty for this machine.
+    # Command prefix that runs another command on the host, for example ssh NAME; empty for this machine.
     link: tuple[str, ...] = ()
-    # True if a shell there reads the command, as one text.
+    # True if the host's shell parses the command, so that it is passed as one text.
     shell: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
-    # Exit code that only a failed link ends with; None if it has no such code.
+    # Exit code that only a failed link has, for example 255 of ssh; None if there is no such code.
     link_failed: int | None = None
-    # Returns the environment of the link's process; None: this process's environment.
+    # Function that returns the environment for the link's process; None: this process's environment.
     environment: Callable[[], dict[str, str]] | None = None
-    # Lines of shell that run there before Python.
+    # Shell lines that run on the host before Python.
     setup: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """Return the command for a Python there that reads its program from the standard input."""
+        """Return the command that starts a Python on the host. Its program comes from the standard input."""
         if not self.link:
             return [self.python, "-"]
         text = f"{quoted_path(self.python)} -"
@@ -98,16 +99,16 @@ class Host:
         deadline_s: float,
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
-        """Return the answer of a program to a request. Raises HostError.
+        """Run a program on the host and return its reply. Raises HostError.
 
-        program: `check.run` is the function `run` of `remote_scripts/check.py`. running: the process is in this set
-        until it ends.
+        program: for example `check.run`, the function `run` of `remote_scripts/check.py`. running: set that contains
+        the link's process until it ends.
         """
         try:
             process = self._start_program(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
             raise HostError(f"{error.filename} is not installed on this machine") from None
-        # The caller's own set where there is one: the caller ends the processes in it.
+        # Use the caller's set object, because the caller terminates the processes in the set.
         processes = running if running is not None else set()
         processes.add(process)
         try:
@@ -126,7 +127,9 @@ class Host:
         return reply
 
     def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
-        """Start a program that prints line by line, to our output or a pipe, until it or this process ends."""
+        """Start a program that prints lines until it or this process ends. stdout: as for Popen; None: this process's
+        output.
+        """
         process = self._start_program(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
         assert process.stdin
         function = program.rpartition(".")[2]
@@ -138,7 +141,7 @@ class Host:
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.PIPE,
-            # Ctrl-C is this process's to handle, so that no host is left half-way.
+            # In a new session, so that Ctrl-C reaches only this process and no host is left in the middle of a change.
             start_new_session=True,
             text=True,
             errors="replace",
@@ -147,7 +150,7 @@ class Host:
         )
 
     def _explain_failure(self, errors: str, code: int) -> str:
-        """Return why a program gave no answer, in a line."""
+        """Return in one line why a program gave no reply."""
         if self.link and self.link_failed in (None, code) and (remedy := remedy_of(errors, self.remedies)):
             return remedy.format(host=self.name)
         if "No module named 'rlctl" in errors:
@@ -160,53 +163,57 @@ class Host:
 
 
 def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str]) -> Host:
-    """Return a host reached by the user's own ssh, which gives up on a silent one."""
+    """Return a host reached by the user's ssh. ssh ends if the host is silent for 15 s."""
     alive = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
     command = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *alive, *options)
     return Host(name, python, (*command, "--", name), shell=True, remedies=_SSH_REMEDIES, link_failed=255)
 
 
 def slurm_host(name: str, python: str, job: str, setup: list[str]) -> Host:
-    """Return a node of a job, reached by a step that overlaps the running ones and asks for no resources."""
+    """Return a node of a Slurm job, reached by a job step that overlaps other steps and requests no resources."""
     options = (f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--mem=0", "--chdir=/")
     link = ("srun", "--overlap", "--quiet", *options, "--")
     return Host(name, python, link, remedies=_SRUN_REMEDIES, environment=slurm_environment, setup=tuple(setup))
 
 
 def pod_host(name: str, python: str, context: str, namespace: str) -> Host:
-    """Return a pod that is reached with the user's own kubectl."""
+    """Return a pod as a host, reached by the user's kubectl."""
     link = (*kubectl_command(context, namespace), "exec", "--stdin", "--quiet", name, "--")
     return Host(name, python, link, remedies=_KUBECTL_REMEDIES)
 
 
 def slurm_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that would point Slurm's commands at another job."""
+    """Return this process's environment without Slurm's variables, which would make Slurm's commands act on another
+    job.
+    """
     return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
 
 
 def kubectl_command(context: str, namespace: str) -> list[str]:
-    """Return kubectl with its context and namespace, each empty for kubectl's own choice."""
+    """Return the kubectl command with context and namespace. Empty means kubectl's default."""
     chosen = {"context": context, "namespace": namespace}
     return ["kubectl", *(f"--{option}={value}" for option, value in chosen.items() if value)]
 
 
 def remedy_of(errors: str, remedies: Mapping[str, str]) -> str | None:
-    """Return the remedy of the first complaint in `remedies` that a command made."""
+    """Return the remedy of the first text in `remedies` that is in `errors`; None if there is none."""
     return next((remedy for words, remedy in remedies.items() if words.lower() in errors.lower()), None)
 
 
 def last_line(errors: str) -> str:
-    """Return the last line that a command wrote."""
+    """Return the last line of a command's output that is not blank."""
     return next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
 
 
 def quoted_path(python: str) -> str:
-    """Return an interpreter's path quoted for a shell, which still expands a leading ~/ there."""
+    """Return an interpreter's path quoted for a shell. A leading ~/ stays unquoted, so that the host's shell expands
+    it.
+    """
     return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """End a link and the commands behind it: asked first, so that it can tell the other side."""
+    """End a link's process: terminate it, so that it can end the command on the host, and kill it after 3 s."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -217,7 +224,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def script(program: str, request: dict[str, Any]) -> str:
-    """Return a program with its request, as they go through the standard input."""
+    """Return the Python text for the host's standard input: a program and the call with its request."""
     function = program.rpartition(".")[2]
     return _program(program) + _RUN.format(function=function, request=json.dumps(request), mark=_REPLY_MARK)
 
@@ -230,9 +237,9 @@ def _program(program: str) -> str:
 
 
 class HostCalls:
-    """Programs that run on several hosts at the same time: (host, program, request) each, a thread a call.
+    """Calls (host, program, request) that run at the same time, each in a thread.
 
-    Leaving the block abandons calls that still run, or with `finish` waits for them.
+    Leaving the block terminates calls that still run. With `finish` it waits until they have ended.
     """
 
     def __init__(
@@ -257,7 +264,7 @@ class HostCalls:
                 process.terminate()
 
     def answers(self) -> "Iterator[tuple[int, dict[str, Any] | HostError]]":
-        """Yield (index of the call, answer) in completion order."""
+        """Yield (index of the call, reply or error) in completion order."""
         for future in as_completed(self._futures):
             error = future.exception()
             if error is not None and not isinstance(error, HostError):

@@ -1,4 +1,4 @@
-"""Status of a cluster from two sides: from Ray, and from each host."""
+"""Status of a cluster, asked from Ray and from each host."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _RAY_S = 5.0
 
 
 def ask_nodes(state: ClusterState) -> ClusterStatus:
-    """Ask all hosts and Ray at the same time. Raises ClusterError where the token is not the cluster's."""
+    """Ask all hosts and Ray at the same time, and return the status. Raises ClusterError if Ray refuses the token."""
     nodes = state.head_first
     calls = [(state.host_of(node), "node.look", node.process) for node in nodes]
     if state.address:
@@ -36,7 +36,7 @@ def ask_nodes(state: ClusterState) -> ClusterStatus:
 
 
 def ray_query(state: ClusterState) -> dict[str, Any]:
-    """Return the request of `remote_scripts/head.py`."""
+    """Return the request for `query` of `remote_scripts/head.py`."""
     token_path = f"{state.head.folder}/token"
     return {
         "address": state.address,
@@ -47,7 +47,7 @@ def ray_query(state: ClusterState) -> dict[str, Any]:
 
 
 def add_resources(statuses: list[NodeStatus], ray_nodes: list[dict[str, Any]], key: str = "name") -> None:
-    """Add Ray's resources to the status of each node. key: the field that both sides share, name or address."""
+    """Add Ray's resources to the status of each node. key: field by which Ray's nodes are matched, name or address."""
     living_nodes = {ray_node[key]: ray_node for ray_node in ray_nodes if ray_node["alive"]}
     for status in statuses:
         ray_node = living_nodes.get(getattr(status.node, key))

@@ -1,6 +1,6 @@
-"""The interface of each kind of cluster, and its status.
+"""Interface of a kind of cluster (local, ssh, slurm, kubernetes), and a cluster's status.
 
-A kind is a row of `_KINDS` and a class; `up`, `down`, `status` and `logs` know no kind by name.
+A kind is a row of `_KINDS` and a class. The code of `up`, `down`, `status` and `logs` names no kind.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore
 from rlctl.config.cluster_schema import ClusterConfig
 from rlctl.utils.ray_token import token_environment
 
-# Reports progress: (sign, text), the sign one of ok, bad, warning, doing.
+# Function (sign, text) that reports progress. The sign is ok, bad, warning or doing.
 Say = Callable[[str, str], None]
 _KINDS = {
     "local": "rlctl.cluster.machines.launcher:MachineLauncher",
@@ -27,29 +27,29 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class LogPlace:
-    """Places of a node's logs."""
+    """Location of a node's logs."""
 
     node: str
-    # Folder on `host` while the node lives.
+    # Folder of the logs on `host` while the node runs.
     folder: str
     host: Host
-    # Folder of the logs that it left; None: at home there.
+    # Folder of the logs after the node has ended; None: in the user's home on `host`.
     keep: str | None
 
 
 @dataclass
 class NodeStatus:
-    """A node now."""
+    """Current status of a node."""
 
     node: ClusterNode
-    # True if its first process runs.
+    # True if the node's first process runs.
     alive: bool = False
-    # Why its host could not be asked; empty where it was.
+    # Reason why its host could not be asked; empty if it was asked.
     unreachable: str = ""
-    # Facts about its host, from `remote_scripts/node.py`.
+    # Facts about its host, from `look` of `remote_scripts/node.py`.
     facts: dict[str, Any] = field(default_factory=dict)
     in_ray: bool = False
-    # Resources that Ray gives out there, by name: all, and the free ones.
+    # Name -> amount of the resources that Ray has on the node: total, and free.
     total: dict[str, float] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
 
@@ -65,13 +65,13 @@ class NodeStatus:
 
 @dataclass
 class ClusterStatus:
-    """A cluster now."""
+    """Current status of a cluster."""
 
-    # The head first.
+    # Status of each node, the head first.
     nodes: list[NodeStatus]
-    # Problems and risks, a line each.
+    # Problems and risks, one line each.
     warnings: list[str]
-    # Runs that work on it, as `jobs/head_agent.py` describes them.
+    # Runs that are active on the cluster, as returned by `runs` of `jobs/head_agent.py`.
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -80,14 +80,14 @@ class ClusterStatus:
 
     @property
     def condition(self) -> str:
-        """One of up; partly up: nodes are missing; unreachable or gone: the head is."""
+        """One of `up`, `partly up` (nodes are missing), or the head's condition `unreachable` or `gone`."""
         if not self.head_alive:
             return self.nodes[0].condition
         return "up" if all(node.condition == "up" for node in self.nodes) else "partly up"
 
 
 class Launcher(ABC):
-    """A kind of cluster. Every method raises ClusterError."""
+    """Operations on a kind of cluster. Every method may raise ClusterError."""
 
     def __init__(self, store: ClusterStore, say: Say) -> None:
         self._store = store
@@ -95,41 +95,41 @@ class Launcher(ABC):
 
     @abstractmethod
     def prepare(self, config: Any) -> tuple[ClusterState, list[str]]:
-        """Check everything that is known before a start; return the state of the coming cluster, and warnings."""
+        """Check everything that can be checked before a start. Return the state of the new cluster, and warnings."""
 
     @abstractmethod
     def start(self, config: Any, state: ClusterState) -> list[str]:
-        """Bring up the prepared cluster, keeping the state's file true; return warnings."""
+        """Start the prepared cluster, and save each change of its state to the file. Return warnings."""
 
     @abstractmethod
     def dry_run(self, config: Any, job: str | None) -> str:
-        """Return the submission, and write nothing. job: an rlctl command that it is all for."""
+        """Return the text that would be submitted, and write nothing. job: rlctl command that the cluster would run."""
 
     @abstractmethod
     def status(self, state: ClusterState) -> ClusterStatus:
-        """Return the cluster's status now, without its runs."""
+        """Return the cluster's current status, without its runs."""
 
     @abstractmethod
     def quick_condition(self, state: ClusterState) -> str:
-        """Return the condition of a cluster that came up, without asking its nodes."""
+        """Return the condition of a started cluster, without asking its nodes on other machines."""
 
     def repair(self, config: Any, state: ClusterState, status: ClusterStatus) -> list[str]:
-        """Start the nodes again that a cluster has lost, and return their names; the others are left alone.
+        """Restart the nodes that a cluster has lost, and return their names. Other nodes are not touched.
 
-        Nothing to do where the scheduler brings nodes back itself, or has given their place away.
+        The default does nothing: it is for schedulers that replace nodes themselves (Kubernetes), or never (Slurm).
         """
         return []
 
     @abstractmethod
     def stop(self, state: ClusterState) -> list[str]:
-        """End the cluster; return the names of nodes or jobs that could not be cleared. `state` keeps these alone."""
+        """End the cluster. Return the names of nodes or jobs that could not be ended; `state` then has only these."""
 
     @abstractmethod
     def logs(self, state: ClusterState) -> list[LogPlace]:
-        """Return where the nodes' logs are."""
+        """Return the locations of the nodes' logs."""
 
     def environment(self, state: ClusterState) -> dict[str, str]:
-        """Return the environment by which a Ray program of this machine finds the cluster."""
+        """Return the environment variables with which a Ray program on this machine reaches the cluster."""
         self._store.check_token(state)
         variables = token_environment(self._store.token_path)
         if state.dashboard:
@@ -137,7 +137,9 @@ class Launcher(ABC):
         return variables
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
-        """Return the command that opens the dashboard on this machine, and its meaning; None where there is none."""
+        """Return the command that makes the dashboard available on this machine, with a description; None without a
+        dashboard.
+        """
         if not state.dashboard:
             return None
         forward = f"{state.dashboard}:127.0.0.1:{state.dashboard}"

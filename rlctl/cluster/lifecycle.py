@@ -1,8 +1,8 @@
 """`rlctl cluster up` and `down`.
 
-`up` checks every host, then starts the head, then the other nodes; or leaves nothing behind. A cluster that is up is
-left as it is, but its lost nodes are started again. When a required host fails or Ctrl-C comes, everything that this
-call has started is stopped again. `down` ends every node, the head last, and keeps nothing but logs.
+`up` checks every host, then starts the head, then the other nodes. If a required host fails, or at Ctrl-C, it stops
+everything that it has started. If the cluster is up already, it only restarts lost nodes. `down` ends every node, the
+head last, and keeps only logs.
 """
 
 from dataclasses import dataclass, field
@@ -16,19 +16,19 @@ from rlctl.run.interrupts import ignore_signals, stop_signals
 
 @dataclass
 class UpResult:
-    """A cluster that is up."""
+    """Result of `bring_up`."""
 
     state: ClusterState
     status: ClusterStatus
-    # True if it was up before.
+    # True if the cluster was up before.
     already: bool = False
-    # Names of its nodes that were lost and started again.
+    # Names of lost nodes that were restarted.
     repaired: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def bring_up(config: ClusterConfig, say: Say) -> UpResult:
-    """Bring a cluster up. Raises ClusterError, with nothing left running."""
+    """Bring a cluster up. After a failure stop every node that was started, and raise ClusterError."""
     store = ClusterStore(str(config.name))
     with store.hold_lock(), stop_signals():
         try:
@@ -39,17 +39,17 @@ def bring_up(config: ClusterConfig, say: Say) -> UpResult:
 
 
 def dry_run(config: ClusterConfig, job: str | None = None) -> str:
-    """Return the text that `bring_up` would submit. job: an rlctl command to bring a cluster up for.
+    """Return the text that `bring_up` would submit. job: rlctl command that the cluster would run.
 
-    Raises ClusterError for a kind that submits nothing, or knows no such jobs.
+    Raises ClusterError for a kind of cluster that submits nothing, or supports no `job`.
     """
     return launcher_of(config).dry_run(config, job)
 
 
 def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
-    """Stop a cluster and return its state. Raises ClusterError while a host could not be cleared.
+    """Stop a cluster and return its state. Raises ClusterError if a node could not be ended.
 
-    forget: let such a host go.
+    forget: ignore such nodes.
     """
     store = ClusterStore(name)
     if not store.folder.is_dir() or store.load() is None:
@@ -69,7 +69,9 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
 
 
 def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | None:
-    """Start the lost nodes of a cluster that is up, and return it; clear the rest of one that is down."""
+    """Restart the lost nodes of a cluster that is up, and return the result. Clear up a cluster whose head is gone;
+    return None.
+    """
     state = store.load()
     if state is None:
         return None

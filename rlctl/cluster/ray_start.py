@@ -1,4 +1,4 @@
-"""Arguments of `ray start` and environment of each node of a cluster. Pure."""
+"""Arguments of `ray start`, and environment variables, for each node of a cluster. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,21 @@ from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT, LOOPBACK_ONLY
 
 LOOPBACK = "127.0.0.1"
-# Ray gives its own processes 30 s, a constant of its code. A machine that is busy for a moment takes longer.
+# Text in Ray's log if its processes did not start within 30 s, a constant of Ray's code. A busy machine may take
+# longer.
 TOO_SLOW = "timed out during startup"
 NO_DASHBOARD = "no dashboard, no job API: install 'ray[default]' on the {where} for them"
 _MIN_STORE = 75 << 20
 _NO_METRICS = {name: ENVIRONMENT[name] for name in ENVIRONMENT if "metric" in name.lower()}
-# A lost host is known after about 10 s rather than Ray's minute; a busy node may pause for as long.
+# Ray notices a lost host after about 10 s instead of a minute. A busy node must not pause for longer.
 _FOR_HEAD = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
-# A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
+# A stopped job first saves a checkpoint. By default Ray would kill it after 3 s.
 _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
-# Ray's processes log event statistics every minute. Nothing else would be seen by a person who follows the logs.
+# Turns off the event statistics that Ray's processes log every minute. They would hide all other lines.
 _NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = (
     "RAY_USAGE_STATS_ENABLED",
@@ -29,20 +30,21 @@ _FOR_NODES = (
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
     "RAY_task_events_report_interval_ms",
 )
-# Ray ends processes a minute after its head, without a message. A run may need longer to finish its step and save.
+# By default Ray ends its processes a minute after the head is gone, without a message. A run may need longer to finish
+# its step and save.
 _PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
-# Environment of every node of every kind, besides the token.
+# Environment variables of every node of every kind of cluster, without the token.
 NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS | _PATIENCE
 
 
 @dataclass(frozen=True)
 class Place:
-    """Host of a node to be started, with the facts found by its check."""
+    """Host on which a node will be started, with facts from its check."""
 
     name: str
     host: str
     address: str
-    # Folder below which the node's own folder will be.
+    # Folder in which the node's folder will be created.
     root: str
     # Bytes of shared memory.
     shm: int
@@ -56,14 +58,14 @@ def is_loopback(address: str) -> bool:
 
 
 def join_address(address: str, port: int) -> str:
-    """Return host:port, with brackets where the host is an IPv6 address."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def start_request(
     config: HostCluster, state: ClusterState, node: ClusterNode, place: Place, token: str
 ) -> dict[str, Any]:
-    """Return the request of `remote_scripts/node.py`."""
+    """Return the request for `start` of `remote_scripts/node.py`."""
     is_first_of_host = node is next(other for other in state.nodes if other.host == node.host)
     loopback = is_loopback(node.address)
     environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | (LOOPBACK_ONLY if loopback else {})
@@ -84,7 +86,7 @@ def start_request(
         low, high = config.other_ports
         arguments += [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
         arguments += [f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
-    # One log monitor a machine is enough, or every line of a worker's arrives as often as there are nodes.
+    # Only one node per machine gets a log monitor: with more, each line of a worker would arrive several times.
     if not is_first_of_host:
         arguments.append("--include-log-monitor=false")
     return {
@@ -99,7 +101,7 @@ def start_request(
 
 def _resources(config: HostCluster, place: Place, is_first_of_host: bool) -> list[str]:
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
-    # Simulated nodes share the machine's GPUs: the first has them.
+    # Several nodes on one machine are a simulation: the first node gets all of its GPUs.
     gpus = config.num_gpus if config.num_gpus is not None or is_first_of_host else 0
     if gpus is not None:
         arguments.append(f"--num-gpus={gpus}")

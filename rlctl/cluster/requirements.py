@@ -1,4 +1,4 @@
-"""Requirements of a host, judged from the facts that `remote_scripts/check.py` found there. Pure."""
+"""Requirements of a host, checked with the facts that `remote_scripts/check.py` found there. Pure."""
 
 from importlib.metadata import version
 from typing import Any
@@ -11,15 +11,15 @@ _SMALL_SHM = GIB
 
 
 def minor(text: str) -> str:
-    """Return 3.11 for 3.11.7."""
+    """Return the major and minor version, for example 3.11 for 3.11.7."""
     return ".".join(text.split(".")[:2])
 
 
 def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_clock_skew_s: float = 0) -> list[str]:
-    """Return why a host cannot be a node; empty where it can.
+    """Return the reasons why a host cannot be a node; empty if it can.
 
-    skew_s: by which its clock is ahead, see `clock_skew`. Its Ray must be of the minor version that is installed here,
-    and its rlctl of this one's version: the two sides speak with each other.
+    skew_s: seconds by which its clock is ahead, see `clock_skew`. The host must have the same minor version of Ray and
+    the same version of rlctl as this machine, because they communicate.
     """
     installed_ray = minor(version("ray"))
     lines = []
@@ -30,7 +30,7 @@ def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_
     elif minor(reply["ray"]) != installed_ray:
         major, _, small = installed_ray.partition(".")
         lines.append(f"wrong Ray {reply['ray']}: pip install 'ray>={installed_ray},<{major}.{int(small) + 1}' there")
-    # In a source tree that pip knows nothing of, the version is not known.
+    # The version is "unknown" in a source tree that pip did not install.
     if reply["rlctl"] not in (None, "unknown", own_version()):
         lines.append(f"wrong rlctl {reply['rlctl']}: pip install rlctl=={own_version()} there")
     if abs(skew_s) > max_clock_skew_s:
@@ -46,12 +46,12 @@ def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_
 
 
 def taken_port_problems(reply: dict[str, Any]) -> list[str]:
-    """Return why a host that will do cannot be the head."""
+    """Return the reasons why a host cannot be the head: ports that are taken."""
     return [f"port {port} is taken: stop what listens there, or set another" for port in reply["taken"]]
 
 
 def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the parts that will work badly. replies: by host, of `check.py` or `node.py`."""
+    """Return warnings about hosts that will work, but badly. replies: host -> reply of `check.py` or `node.py`."""
     lines = []
     drivers: dict[str, list[str]] = {}
     for host, reply in replies.items():
@@ -68,15 +68,16 @@ def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def clock_skew(read: float, began: float, ended: float) -> float:
-    """Return the seconds by which a host's clock is certainly ahead (or behind, negative) of this one's.
+    """Return the least seconds by which a host's clock is ahead of this machine's; negative: behind.
 
-    The host read its clock between `began` and `ended` of this one: a reading within them shows no skew.
+    read: the host's time. The host read it between `began` and `ended` on this machine's clock. A value between these
+    two shows no skew.
     """
     return read - ended if read > ended else min(0.0, read - began)
 
 
 def facts(reply: dict[str, Any]) -> str:
-    """Return a host's resources, in one line."""
+    """Return a host's versions and resources in one line."""
     gpus = f"{len(reply['gpus'])} x {reply['gpus'][0]}, driver {reply['driver']}" if reply["gpus"] else "no GPU"
     size = f"{reply['cores']} CPUs, {reply['memory'] / GIB:.0f} GiB, {gpus}"
     return f"Python {reply['python']}, Ray {reply['ray']}, {size}, {reply['disk'] / GIB:.0f} GiB disk"

@@ -1,12 +1,12 @@
-"""State of a cluster on this machine: one small JSON file in a private folder of the user.
+"""Record of a cluster on this machine: one small JSON file in a private folder of the user.
 
     $XDG_STATE_HOME/rlctl/clusters/NAME/   (0700; ~/.local/state without XDG_STATE_HOME)
         state.json   while the cluster is up
         token        while the cluster is up (0600)
         logs/NODE/   of the last time
 
-The file is written before anything starts, each node with the folder that it will get, and after every change:
-however rlctl ended, the next one can stop all nodes that were started.
+The file is written before anything starts, with the folder that each node will get, and again after every change. So
+the next rlctl can stop all nodes that were started, however the previous one ended.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ _VERSION = 2
 
 
 class ClusterError(UserError):
-    """A command cannot do its work; the message is one line with the remedy."""
+    """A command on a cluster failed. The message is one line with the remedy."""
 
     exit_code = 1
 
 
 class NoSuchCluster(ClusterError):
-    """There is no cluster of this name: bad input rather than a failure."""
+    """There is no cluster with this name. The exit code is that of bad input."""
 
     exit_code = 2
 
@@ -45,57 +45,57 @@ class ClusterNode:
     """A Ray node."""
 
     name: str
-    # As ssh, Slurm or kubectl takes it; empty for this machine.
+    # Host name for ssh, Slurm or kubectl; empty for this machine.
     host: str
-    # Folder of the node's files on its host, made when it starts.
+    # Folder of the node's files on its host. It is created when the node starts.
     folder: str
     head: bool
     # Address of the node in Ray.
     address: str
-    # First process of the node, 0 until it is started, and its start, see `utils.process`.
+    # Pid of the node's first process; 0 until it is started. start_id: identifies the process, see `utils.process`.
     pid: int = 0
-    # Empty for a node that an earlier version of rlctl started.
+    # Empty for a node started by an earlier version of rlctl.
     start_id: str = ""
 
     @property
     def process(self) -> dict[str, Any]:
-        """The node's first process, as the programs of `remote_scripts/` take it."""
+        """Fields that identify the node's first process in requests to `remote_scripts/`."""
         return {"folder": self.folder, "pid": self.pid, "start_id": self.start_id}
 
 
 @dataclass
 class ClusterState:
-    """A cluster that is up, or on its way up or down."""
+    """Record of a cluster that is starting, up or stopping."""
 
     name: str
     kind: str
     # starting, up or stopping.
     phase: str
     python: str
-    # Digest of the token that the nodes were started with.
+    # SHA-256 digest of the token with which the nodes were started.
     token_sha256: str
     listen_on_all: bool
     created: float
     ssh_options: list[str] = field(default_factory=list)
     connect_timeout_s: int = 0
-    # Address of the head, host:port; empty until it is up.
+    # host:port of the head; empty until it is up.
     address: str = ""
-    # Port of the dashboard and the job API on the head's loopback; 0 for none.
+    # Port of dashboard and job API on the head's loopback; 0: there is none.
     dashboard: int = 0
-    # Folder for runs on the cluster's own file system; empty if its files are this machine's.
+    # Folder for runs on the cluster's file system; empty if the cluster shares this machine's files.
     storage: str = ""
-    # Environment of a driver, besides address and token.
+    # Environment variables for a driver, without address and token.
     environment: dict[str, str] = field(default_factory=dict)
-    # Slurm: the job's id, empty until it is submitted, its name, and the folder that all nodes see.
+    # Slurm: id of the job (empty until it is submitted), its name, and the folder that all nodes share.
     job: str = ""
     job_name: str = ""
     shared: str = ""
     setup: list[str] = field(default_factory=list)
-    # Kubernetes: empty for kubectl's own choice.
+    # Kubernetes: context and namespace; empty: kubectl's default.
     context: str = ""
     namespace: str = ""
     nodes: list[ClusterNode] = field(default_factory=list)
-    # The whole config, for nodes that are started again.
+    # Config of the cluster, used when lost nodes are restarted.
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -107,7 +107,7 @@ class ClusterState:
         return sorted(self.nodes, key=lambda node: not node.head)
 
     def host_of(self, node: ClusterNode) -> Host:
-        """Return the machine of a node, to run programs of `remote_scripts/` there."""
+        """Return the host of a node, on which programs of `remote_scripts/` can be run."""
         if not node.host:
             return Host("")
         if self.kind == "slurm":
@@ -134,12 +134,12 @@ class ClusterStore:
         self._file = self.folder / "state.json"
 
     def load(self) -> ClusterState | None:
-        """Return the state; None where no cluster is up. Raises ClusterError for a file that is not ours."""
+        """Read the state from the file; None if there is no cluster. Raises ClusterError if the file cannot be used."""
         try:
             fields = json.loads(self._file.read_text(encoding="utf-8"))
             version = fields.pop("version")
             if version == 1:
-                # Version 1 recorded the wall-clock time of a node's start.
+                # Version 1 had the wall-clock time of a node's start, which is not used now.
                 for node in fields["nodes"]:
                     node.pop("create_time")
             elif version != _VERSION:
@@ -154,7 +154,7 @@ class ClusterStore:
             raise ClusterError(f"{self._file} is damaged: end its Ray processes by hand, then remove it") from None
 
     def save(self, state: ClusterState) -> None:
-        """Write the state whole or not at all."""
+        """Write the state to the file atomically."""
         self._make_folder()
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}, indent=1), encoding="utf-8")
@@ -170,11 +170,13 @@ class ClusterStore:
         return write_token(self.token_path, token)
 
     def token(self) -> str:
-        """Return the token."""
+        """Read the token from its file."""
         return read_token(self.token_path)
 
     def check_token(self, state: ClusterState) -> None:
-        """Raise ClusterError unless the token file is there, private and the one the cluster was started with."""
+        """Raise ClusterError unless the token file exists, is private, and has the token with which the cluster was
+        started.
+        """
         restart = f"restart it: rlctl cluster down {self.name} && rlctl cluster up"
         try:
             mode = self.token_path.stat().st_mode
@@ -188,13 +190,13 @@ class ClusterStore:
             raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {restart}")
 
     def keep_logs_of(self, names: list[str]) -> None:
-        """Remove the logs of all other nodes, which are of an earlier cluster of this name."""
+        """Remove the logs of all nodes that are not in `names`. They are from an earlier cluster with this name."""
         for path in self.logs.iterdir() if self.logs.is_dir() else ():
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove all but the logs of a cluster that is down."""
+        """Remove all files of a cluster that is down, except its logs."""
         for path in (self._file, self._file.with_suffix(".tmp")):
             path.unlink(missing_ok=True)
         if self.token_path.is_dir():
@@ -205,7 +207,9 @@ class ClusterStore:
 
     @contextlib.contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """Let one command at a time change the cluster. Raises ClusterError while another holds the lock."""
+        """Hold the cluster's lock in the block, so that one command at a time changes it. Raises ClusterError if it is
+        taken.
+        """
         self._make_folder()
         with try_lock(self.folder) as is_locked:
             if not is_locked:
@@ -225,7 +229,7 @@ class ClusterStore:
 
 @contextlib.contextmanager
 def try_lock(folder: Path) -> Iterator[bool]:
-    """Yield True if no other process holds the folder's lock; it is this process's while the block runs."""
+    """Take the lock of a folder for the block, and yield True. Yield False if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -239,23 +243,23 @@ def try_lock(folder: Path) -> Iterator[bool]:
 
 
 def known_clusters() -> list[str]:
-    """Return the names of clusters that are up or have kept logs."""
+    """Return the names of clusters that are up or have logs."""
     folder = clusters_folder()
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def running_clusters() -> list[str]:
-    """Return the names of the clusters that have a state file."""
+    """Return the names of clusters with a state file."""
     return [name for name in known_clusters() if (clusters_folder() / name / "state.json").is_file()]
 
 
 def not_up(name: str) -> str:
-    """Return the message for a name under which no cluster is up."""
+    """Return the message for a name if no cluster with this name is up."""
     names = running_clusters()
     hint = did_you_mean(name, names) or (f"; there are {', '.join(names)}" if names else "")
     return f"no cluster {name} is up{hint}"
 
 
 def node_folder_name() -> str:
-    """Return a new name for a node's folder on its host: short, since Ray puts Unix sockets below it."""
+    """Return a new name for a node's folder on its host. It is short, because Ray puts Unix sockets in this folder."""
     return f"rlctl-{secrets.token_hex(4)}"

@@ -1,4 +1,4 @@
-"""`rlctl cluster status`, `list` and `logs`: one cluster now, all clusters, and the logs of their nodes."""
+"""Data for `rlctl cluster status`, `list` and `logs`."""
 
 import subprocess
 from typing import Any
@@ -13,14 +13,14 @@ _RUNS_S = 40.0
 
 
 def cluster_status(state: ClusterState) -> ClusterStatus:
-    """Return the cluster now, and its runs. Raises ClusterError where the token is not the cluster's."""
+    """Return the current status of a cluster with its runs. Raises ClusterError if Ray refuses the token."""
     calls = []
     if state.dashboard:
         request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
         calls.append((state.host_of(state.head), "head.job", request))
     with HostCalls(calls, _RUNS_S) as running:
         status = launcher_of(state).status(state)
-        # The rest is shown even if the head does not tell its runs.
+        # The status is returned without runs if the head does not answer.
         for _, reply in running.answers():
             if isinstance(reply, dict):
                 status.runs += reply.get("runs", [])
@@ -28,7 +28,7 @@ def cluster_status(state: ClusterState) -> ClusterStatus:
 
 
 def open_ports(status: ClusterStatus) -> list[str]:
-    """Return the ports that other machines can reach, a line a node: listeners on more than loopback."""
+    """Return the ports that other machines can reach (not only on loopback), one line per node."""
     lines = []
     for node_status in status.nodes:
         ports = [
@@ -42,7 +42,7 @@ def open_ports(status: ClusterStatus) -> list[str]:
 
 
 def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
-    """Return the status as `--json` prints it."""
+    """Return the status in the form that `--json` prints."""
     nodes = []
     for node_status in status.nodes:
         entry = {name: getattr(node_status.node, name) for name in ("name", "host", "head", "address", "pid")}
@@ -65,7 +65,7 @@ def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
 
 
 def summary(state: ClusterState, status: ClusterStatus) -> str:
-    """Return a cluster's resources, in a line."""
+    """Return a cluster's resources in one line."""
     up = [node for node in status.nodes if node.in_ray]
     count = len(status.nodes)
     nodes = f"{len(up)} of {count} nodes" if len(up) < count else f"{count} node{'' if count == 1 else 's'}"
@@ -75,7 +75,7 @@ def summary(state: ClusterState, status: ClusterStatus) -> str:
 
 
 def all_clusters() -> list[dict[str, Any]]:
-    """Return every cluster that is up or has left logs; no node of another machine is asked."""
+    """Return an entry for every cluster that is up or has logs. No other machine is asked."""
     return [_entry(name) for name in known_clusters()]
 
 
@@ -94,7 +94,9 @@ def _entry(name: str) -> dict[str, Any]:
 
 
 def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
-    """Print the ends of the nodes' logs and return the exit code. Without follow one node after the other."""
+    """Print the last `lines` lines of the nodes' logs and return the exit code. follow: print new lines of all nodes
+    too.
+    """
     store = ClusterStore(name)
     state = store.load()
     if state is not None:

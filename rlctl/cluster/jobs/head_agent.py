@@ -1,7 +1,7 @@
-"""The head's part in a job: it accepts a run as a Ray job, reports its status, and stops it.
+"""Operations on the head: accept a run as a Ray job, report its status, stop it, and list active runs.
 
-Reached through `remote_scripts/head.py`. Secrets come in a request, rest in a file that only its owner reads, and are
-removed once the driver has them: Ray shows a job's environment to everybody who may see the job.
+They are called through `remote_scripts/head.py`. Secrets arrive in a request and are stored in a private file until the
+driver has read them. They are not in the job's environment, because Ray shows that to everybody who may see the job.
 """
 
 import base64
@@ -38,17 +38,18 @@ from rlctl.utils.ray_token import token_here
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
-# The config that the job is to drive. It becomes the run's config.yaml once the run continues.
+# File with the config of the job. It becomes the run's config.yaml when the run continues.
 CONFIG = "job.yaml"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def accept(request: dict[str, Any]) -> dict[str, Any]:
-    """Submit a run. The reply: run (its directory), job, attempt; or problems, a line each, and nothing was started.
+    """Submit a run as a Ray job. Reply: run (its directory), job, attempt; or problems (one line each) if it was
+    refused.
 
     request: cluster, config (YAML), resume (a run directory or null), work (working directory), files (a zip in base64,
-    or null), storage (folder of relative run directories; null: `work`), called (the folder of runs where it is
-    submitted, or null), secrets, flags (of rlctl.cli.job); those of `_http`.
+    or null), storage (base folder for a relative run.dir; null: `work`), called (folder of runs on the submitting
+    machine, or null), secrets (name -> value), flags (of rlctl.cli.job), and the fields of `_http`.
     """
     work = Path(request["work"]).expanduser()
     problems = []
@@ -76,12 +77,12 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
         _refuse(request, work, [])
         raise
     finally:
-        # The driver's from here on.
+        # Release the run's lock. The driver takes it.
         os.close(claim)
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the job's status in Ray's words. A run whose driver was killed is marked as ended."""
+    """Return the job's status as Ray names it. If the driver was killed, record the end of the run."""
     try:
         ray_job = _http(request, f"/api/jobs/{request['job']}")
     except FileNotFoundError:
@@ -92,9 +93,9 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask a job to end: its driver finishes the step, saves and ends; with `now`, it ends at once.
+    """Stop a job: its driver finishes the step, saves and ends. With `now` the driver is killed.
 
-    The reply: stopped, true if it ran.
+    Reply: stopped, true if the job was running.
     """
     run = Path(request["run"])
     if request["now"] and _is_driven_here(run):
@@ -103,9 +104,9 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def runs(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the runs that work on the cluster now.
+    """Return the runs that are active on the cluster.
 
-    Each has path, job, devices (of the trainer, of the engines), and its row of `rlctl runs list`.
+    Each has path, job, devices (counts of trainer and generator), and the fields of its row in `rlctl runs list`.
     """
     working_runs = []
     for job in _http(request, "/api/jobs/"):
@@ -114,7 +115,7 @@ def runs(request: dict[str, Any]) -> dict[str, Any]:
             continue
         state = read_state(Path(path))
         facts = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
-        # The run's driver may take a moment to end after the last event.
+        # Skip an ended run: its driver may take a moment to exit after the last event.
         if facts.get("status") in ("new", "running", "died"):
             working_runs.append({"path": path, "job": job["submission_id"], **facts})
     return {"runs": working_runs}
@@ -126,7 +127,7 @@ OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
 def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
     record = JobRecord.read(run)
     attempt = max(record.attempt if record else 0, RunDir(run).attempt) + 1
-    # The name is a part of URLs, and of names of Ray's files.
+    # The job's name is used in URLs and in names of Ray's files.
     job = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{attempt}-{token_hex(3)}"
     write_whole(run / CONFIG, request["config"])
     if fresh:
@@ -142,7 +143,7 @@ def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> d
     try:
         _http(request, "/api/jobs/", body, method="POST")
     except OSError as error:
-        # A busy head may accept a job and answer too late.
+        # A busy head may have accepted the job and answered too late, so ask whether it has the job.
         try:
             _http(request, f"/api/jobs/{job}")
         except OSError:
@@ -151,7 +152,7 @@ def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> d
 
 
 def _refuse(request: dict[str, Any], work: Path, problems: list[str]) -> dict[str, Any]:
-    """Remove the run's files that came with the request; return the reply with the problems."""
+    """Remove the files that came with the request. Return the reply with the problems."""
     if request["files"] is not None:
         os.chdir("/")
         shutil.rmtree(work, ignore_errors=True)
@@ -159,9 +160,9 @@ def _refuse(request: dict[str, Any], work: Path, problems: list[str]) -> dict[st
 
 
 def _place_run(request: dict[str, Any]) -> tuple[Path, bool]:
-    """Make or open the run's directory, and put its place and name into the config. Returns it, and True if it is new.
+    """Create or open the run's directory, and write run.dir and run.name into the request's config.
 
-    Raises RunDirError.
+    Return (directory, True if it is new). Raises RunDirError.
     """
     config = yaml.safe_load(request["config"])
     if request["resume"] is not None:
@@ -176,7 +177,7 @@ def _place_run(request: dict[str, Any]) -> tuple[Path, bool]:
 
 
 def _must_not_run(request: dict[str, Any], run: Path) -> None:
-    """Raise RunDirError if a job drives the run already."""
+    """Raise RunDirError if a live job already drives the run."""
     record = JobRecord.read(run)
     if record is None:
         return
@@ -193,11 +194,11 @@ def _must_not_run(request: dict[str, Any], run: Path) -> None:
 
 
 def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "GET") -> Any:
-    """Ask Ray's job API, which listens on the head's loopback, and return its answer.
+    """Call Ray's job API on the head's loopback and return its JSON answer.
 
-    https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html. Raises FileNotFoundError for a
-    job that it does not know. Ray's own client is not used: a status is asked for every few seconds, and importing Ray
-    takes longer than the question.
+    https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html. request: dashboard (port),
+    token_path. Raises FileNotFoundError for an unknown job. Ray's own client is not used, because importing Ray takes
+    longer than the call, and a status is asked for every few seconds.
     """
     token = token_here(Path(request["token_path"]))
     http_request = urllib.request.Request(
@@ -210,7 +211,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
         method=method,
     )
     try:
-        # No proxy is between a host and itself.
+        # Proxies are disabled, because the API is on this host.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(http_request, timeout=_HTTP_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
@@ -221,7 +222,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
 
 
 def _config_problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
-    """Return the answer of `rlctl config check` to a config, with the shipped files and the run's secrets."""
+    """Return the errors of `rlctl config check` for a config, in the folder `work` and with the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)
         file.flush()
@@ -237,19 +238,19 @@ def _config_problems(config: str, work: Path, secrets: dict[str, str]) -> list[s
 
 
 def _is_driven_here(run: Path) -> bool:
-    """Return True if the driver of the run's newest attempt lives on this machine."""
+    """Return True if the driver of the run's newest attempt runs on this machine."""
     start = read_state(run).start
     return bool(start.get("host") == socket.gethostname() and driver_lives(start))
 
 
 def _mark_ended(run: Path, job: str, ray_job: dict[str, Any]) -> None:
-    """Record the end of a driver that was killed before it could. Another job may have the run by now."""
+    """Emit `run_ended` for a driver that was killed before it could. Do nothing if another job drives the run now."""
     record = JobRecord.read(run)
     if record is None or record.job != job:
         return
     (run / SECRETS).unlink(missing_ok=True)
     if _is_driven_here(run):
-        # Without Ray's head a driver still tells why the run ends.
+        # The driver has lost Ray's head, but still runs: it records the end itself.
         return
     kinds = [event.get("kind") for event in read_records(run / "events.jsonl")]
     started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)

@@ -1,4 +1,4 @@
-"""`rlctl train --cluster`: hands a run to a cluster as a Ray job, whose driver works on the head."""
+"""Submission of a run to a cluster (`rlctl train --cluster`) as a Ray job. The job's driver runs on the head."""
 
 import os
 from dataclasses import dataclass
@@ -24,28 +24,28 @@ Operation = Literal["accept", "status", "stop", "runs"]
 
 @dataclass(frozen=True)
 class TargetCluster:
-    """A cluster that runs can be handed to, as it is now."""
+    """A cluster that accepts runs, with its current status."""
 
     state: ClusterState
     status: ClusterStatus
 
     @property
     def away(self) -> bool:
-        """True if its files are not this machine's."""
+        """True if the cluster does not share this machine's files."""
         return bool(self.state.storage)
 
     def free_resources(self) -> list[NodeResources]:
-        """Return the free resources of its nodes."""
+        """Return the free resources of the cluster's nodes."""
         return [NodeResources.from_free(node.node.name, node.free) for node in self.status.nodes if node.in_ray]
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs, free or not."""
+        """Number of all GPUs, free or not."""
         return int(sum(node.total.get("GPU", 0) for node in self.status.nodes))
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes of the smallest device; None where no host was asked."""
+        """Bytes of the smallest GPU, or of the smallest host's memory without GPUs; None if no host answered."""
         gpu_bytes = []
         for node in self.status.nodes:
             gpu_bytes += [int(gpu["memory_mib"]) << 20 for gpu in node.facts.get("gpus", [])]
@@ -55,7 +55,7 @@ class TargetCluster:
 
 
 def find_cluster(name: str) -> TargetCluster:
-    """Return a cluster by its name. Raises ClusterError unless it is up and takes jobs."""
+    """Find a cluster by its name. Raises ClusterError unless it is up and accepts jobs."""
     store = ClusterStore(name)
     state = store.load() if store.folder.is_dir() else None
     if state is None or state.phase != "up":
@@ -71,22 +71,22 @@ def find_cluster(name: str) -> TargetCluster:
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is to be handed over."""
+    """A run to be submitted."""
 
-    # Resolved, as plain values.
+    # Resolved config, as plain values.
     config: dict[str, Any]
-    # A run directory here, to go on with; None for a new run.
+    # Directory on this machine of the run to resume; None for a new run.
     resume: Path | None
-    # Names of environment variables whose values the driver is to have.
+    # Names of environment variables whose values are sent to the driver.
     secrets: list[str]
     # Flags of `rlctl.cli.job`.
     flags: list[str]
-    # Folder of the shipped recipes, which a cluster has too.
+    # Folder of the shipped recipes. The cluster has these files too.
     recipes: Path
 
 
 def submit(target: TargetCluster, order: Submission) -> Path:
-    """Submit a run and return the run directory to watch.
+    """Submit a run. Return its run directory on this machine, which is a copy if the cluster has its own files.
 
     Raises ClusterError, and ConfigError for problems on the head.
     """
@@ -123,7 +123,7 @@ def submit(target: TargetCluster, order: Submission) -> Path:
         return Path(reply["run"])
     run = resume
     if run is None:
-        # The directory here will be a copy. A name that is free on the head may be in use here; a job's name is unique.
+        # The directory here will be a copy. The head's name may be taken here, so try others; the job's name is unique.
         root = Path(config["run"]["dir"])
         remote_name = Path(reply["run"]).name
         candidates = (remote_name, f"{remote_name}--{state.name}", f"{remote_name}--{reply['job']}")
@@ -140,7 +140,7 @@ def submit(target: TargetCluster, order: Submission) -> Path:
 
 
 def ask(state: ClusterState, operation: Operation, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the head's answer to an operation of `head_agent.py`. Raises ClusterError."""
+    """Call an operation of `head_agent.py` on the head and return the reply. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:
         return state.host_of(state.head).run("head.job", {**common, **request}, _ANSWER_S)

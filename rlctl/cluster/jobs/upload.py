@@ -1,7 +1,7 @@
-"""Files and config for a cluster that does not share a file system with this machine.
+"""Upload of files and config to a cluster that does not share this machine's file system.
 
-Paths below the working directory, or among the shipped recipes, become relative, and mean the same there. Any other
-path is one of the cluster's.
+Paths in the working directory or among the shipped recipes become relative, so that they are valid on the cluster too.
+Any other path must exist on the cluster.
 """
 
 import base64
@@ -18,12 +18,12 @@ from rlctl.cluster.state import ClusterError
 
 MOST_BYTES = 64 << 20
 _IGNORED_NAMES = {"runs", "__pycache__", "node_modules"}
-# Largest files that the message on too large a zip names.
+# Number of files that the error about a too large upload lists.
 _NUM_NAMED_FILES = 3
 
 
 def portable(config_value: Any, folders: list[Path]) -> Any:
-    """Return a config's values with paths below any of `folders` made relative to that folder."""
+    """Return a config value in which each path inside one of `folders` is relative to that folder."""
     if isinstance(config_value, dict):
         return {key: portable(inner_value, folders) for key, inner_value in config_value.items()}
     if isinstance(config_value, list):
@@ -36,7 +36,7 @@ def portable(config_value: Any, folders: list[Path]) -> Any:
 
 
 def named_files(config_value: Any, home: Path) -> list[Path]:
-    """Return the files and folders below `home` that a config's values name."""
+    """Return the existing files and folders inside `home` that a config value names."""
     if isinstance(config_value, dict | list):
         inner_values = config_value.values() if isinstance(config_value, dict) else config_value
         paths = []
@@ -52,10 +52,10 @@ def named_files(config_value: Any, home: Path) -> list[Path]:
 
 
 def pack(home: Path, config_files: list[Path]) -> str:
-    """Return a zip in base64 of the files below `home` that git tracks or would add, and of files named in the config.
+    """Return a zip in base64 of the files in `home` that git tracks or would add, and of `config_files`.
 
-    Without git the zip has all files but hidden ones and runs. Raises ClusterError that names the largest files if the
-    zip would be too large.
+    Without git the zip has all files except hidden ones and runs. Raises ClusterError with the largest files if the
+    files exceed `MOST_BYTES`.
     """
     paths = set(_project_files(home))
     for path in config_files:

@@ -1,5 +1,7 @@
-"""Watching a run that a job drives, from anywhere: its files are copied here where they are elsewhere, and the end of a
-driver that was killed is noticed."""
+"""Watching of a run that a Ray job drives.
+
+If the run's files are on the cluster, they are copied to this machine. The sudden end of a killed driver is recorded.
+"""
 
 import base64
 import hashlib
@@ -22,20 +24,20 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.metrics import METRIC_ROWS
 from rlctl.utils.files import write_whole
 
-# Events last: a reader of a run's end then has all earlier records.
+# Files to copy. Events come last: a reader of the run's end then has all earlier records.
 _FILES = ("config.yaml", METRIC_ROWS, "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
 _JOB_POLL_S = 5.0
 _RETRY_S = 2.0
 _SYNC_S = 30.0
-# Longest silence of a connection.
+# Seconds of silence after which the cluster counts as lost.
 _SILENT_S = 120.0
 
 
 @dataclass(kw_only=True)
 class FollowedRun:
-    """A run that is being watched."""
+    """A watched run."""
 
-    # Why nothing more will be heard of the run, in a line; empty while there is news.
+    # Reason why the run can no longer be watched, in one line; empty while it can.
     lost: str = ""
 
     def is_lost(self) -> bool:
@@ -44,7 +46,7 @@ class FollowedRun:
 
 @dataclass
 class ClusterRun(FollowedRun):
-    """A run of a cluster that is up."""
+    """A watched run on a cluster that is up."""
 
     run: Path
     record: JobRecord
@@ -52,22 +54,22 @@ class ClusterRun(FollowedRun):
 
     @property
     def path(self) -> str:
-        """The run directory on the head."""
+        """Path of the run directory on the head."""
         return self.record.remote or str(self.run.resolve())
 
     def ask_status(self) -> None:
-        """Have the head mark the run as ended if its driver is gone. Raises ClusterError."""
+        """Ask the head for the job's status. It records the run's end if the driver is gone. Raises ClusterError."""
         ask(self.state, "status", {"job": self.record.job, "run": self.path})
 
     def follow_in_thread(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
-        """Do the work of one following thread. An error in it marks the run as lost, with the error as the reason."""
+        """Call `work`, as the body of a watching thread. If it raises, set `lost` to the error."""
         try:
             work(stop)
         except Exception as error:
             self.lost = f"{self.record.cluster} can no longer be followed: {type(error).__name__}: {error}"
 
     def watch_job(self, stop: threading.Event) -> None:
-        """Ask for the job's status until `stop` is set or the cluster is silent for too long."""
+        """Ask for the job's status every 5 s until `stop` is set, or until the cluster is silent for too long."""
         heard = time.monotonic()
         while not stop.wait(_JOB_POLL_S):
             try:
@@ -80,13 +82,13 @@ class ClusterRun(FollowedRun):
                     return
 
     def mirror(self, stop: threading.Event) -> None:
-        """Copy the run's files as they grow until `stop` is set."""
+        """Copy the run's files to this machine as they grow, until `stop` is set."""
         while not stop.is_set():
             self.copy(stop, follow=True)
             stop.wait(_RETRY_S)
 
     def copy(self, stop: threading.Event, follow: bool, end: float | None = None) -> None:
-        """Bring the run's files here, unless another process does; a failed copy is left for the next time."""
+        """Copy the run's files to this machine, unless another process is copying them."""
         with suppress(OSError), try_lock(self.run) as is_locked:
             if is_locked:
                 texts = {name: (self.run / name).read_bytes() for name in _FILES if (self.run / name).is_file()}
@@ -97,7 +99,7 @@ class ClusterRun(FollowedRun):
 
 
 def cluster_of(record: JobRecord) -> ClusterState | None:
-    """Return the cluster that a job is of, if it is up."""
+    """Return the state of the cluster on which a job runs; None if the cluster is not up."""
     with suppress(ClusterError):
         return ClusterStore(record.cluster).load()
     return None
@@ -105,9 +107,9 @@ def cluster_of(record: JobRecord) -> ClusterState | None:
 
 @contextmanager
 def follow_run(run: Path) -> Iterator[FollowedRun]:
-    """Keep `run` like the directory on the head while the block runs, and mark a driver's sudden end in it.
+    """Watch a run in the block: copy its files from the head, and record the sudden end of its driver.
 
-    A damaged record of the job names no cluster to follow. `refresh_open_run` reports the damage.
+    A run with a damaged job record is not watched. `refresh_open_run` reports the damage.
     """
     record = None
     with suppress(RunDirError):
@@ -133,7 +135,7 @@ def follow_run(run: Path) -> Iterator[FollowedRun]:
 
 
 def refresh_run(run: Path) -> None:
-    """Bring a run up to date with its cluster; do nothing if that cannot be reached."""
+    """Update a run's directory from its cluster. Do nothing if the cluster cannot be reached."""
     record = JobRecord.read(run)
     if record is None:
         return
@@ -151,7 +153,7 @@ def refresh_run(run: Path) -> None:
 
 
 def refresh_open_run(run: Path) -> str:
-    """Bring a run that a job drives up to date, unless it has ended. Return why it cannot be read, or nothing."""
+    """Update a run that a job drives, unless it has ended. Return why it cannot be read, or an empty text."""
     try:
         if (run / "job.json").is_file() and read_state(run).status in ("new", "running", "died"):
             refresh_run(run)
@@ -163,9 +165,9 @@ def refresh_open_run(run: Path) -> str:
 
 
 def stop_run(run: Path, state: RunState) -> bool:
-    """Stop a run after its step, or at once if it was asked before. Return True for at once.
+    """Stop a run after its step, or at once if it was asked to stop before. Return True if it is stopped at once.
 
-    Raises ClusterError if the cluster of a job does not answer, and NotStopped if no signal reaches the driver.
+    Raises ClusterError if the job's cluster does not answer, and NotStopped if no signal reaches a local driver.
     """
     record = JobRecord.read(run)
     now = any(event.get("asked_to_stop") is True for event in state.events_of_attempt())
@@ -180,9 +182,9 @@ def stop_run(run: Path, state: RunState) -> bool:
 
 
 def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool, lines: int) -> int:
-    """Print a run's logs, of one process or node if given, and return the exit code.
+    """Print a run's logs, or those of one process or node, and return the exit code.
 
-    Raises ClusterError for a run of a cluster that is not up.
+    Raises ClusterError if the logs are on a cluster that is not up.
     """
     record = JobRecord.read(run)
     host = Host("")
@@ -202,7 +204,9 @@ def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool
 
 
 def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
-    """Write the head's output until it ends, or `stop` is set, or it is past `end`."""
+    """Write the pieces of files that `mirror.run` prints into `run`, until it ends, `stop` is set, or the time is
+    `end`.
+    """
 
     def kill_in_time() -> None:
         while process.poll() is None:
@@ -213,7 +217,7 @@ def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Even
     assert process.stdout
     with process.stdout as lines:
         for line in lines:
-            # A connection that breaks may end in the middle of a line.
+            # Skip an incomplete line: a connection may break in the middle of one.
             if not (line.startswith("{") and line.endswith("\n")):
                 continue
             piece = json.loads(line)

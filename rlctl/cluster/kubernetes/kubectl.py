@@ -1,4 +1,4 @@
-"""The user's own kubectl, each of its complaints as one line with the remedy, and pods as it shows them."""
+"""Calls of the user's kubectl. Each error is one line with the remedy. Functions that read the status of pods."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ _ANSWER_S = 60.0
 _INSTALL = "helm install kuberay-operator kuberay/kuberay-operator, version 1.6 or newer"
 _NO_ANSWER = "no cluster answers: see `kubectl cluster-info`, then set context=..."
 _UNKNOWN_USER = "it does not know you: log in again, and see that `kubectl get pods` works"
-# Complaints and their remedies.
+# Text in kubectl's error output -> remedy.
 _REMEDIES = {
     'no matches for kind "RayCluster"': f"KubeRay is not installed there: {_INSTALL}",
     'unknown field "spec.authOptions"': f"its KubeRay is too old to set a token: {_INSTALL}",
@@ -29,23 +29,23 @@ _REMEDIES = {
     "must be logged in": _UNKNOWN_USER,
     "unauthorized": _UNKNOWN_USER,
 }
-# Reasons for which a pod never becomes ready.
+# Reasons of a waiting container with which a pod never becomes ready.
 _HOPELESS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CrashLoopBackOff")
 
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl for a context and a namespace, each empty for kubectl's choice."""
+    """kubectl with a context and a namespace. Empty means kubectl's default."""
 
     context: str
     namespace: str
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the whole command."""
+        """Return the whole command for these arguments."""
         return [*kubectl_command(self.context, self.namespace), *arguments]
 
     def run(self, *arguments: str, stdin: str = "") -> str:
-        """Return its output. Raises ClusterError."""
+        """Run kubectl and return its output. Raises ClusterError."""
         if not shutil.which("kubectl"):
             raise ClusterError("kubectl is not found: install it, or print the manifest alone with --dry-run")
         try:
@@ -57,7 +57,7 @@ class Kubectl:
                 errors="replace",
                 timeout=_ANSWER_S + 10,
                 check=False,
-                # Ctrl-C is this process's to handle.
+                # In a new session, so that Ctrl-C reaches only this process.
                 start_new_session=True,
             )
         except subprocess.TimeoutExpired:
@@ -67,7 +67,7 @@ class Kubectl:
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """Return an object or a list of objects; empty where there is none."""
+        """Return a Kubernetes object or list of objects; empty if there is none."""
         text = self.run("get", *arguments, "--ignore-not-found", "--output=json")
         objects: dict[str, Any] = json.loads(text or "{}")
         return objects
@@ -79,14 +79,14 @@ class Kubectl:
 
 
 def explain_errors(errors: str) -> str:
-    """Return kubectl's complaint in a line."""
+    """Return kubectl's error, with the remedy if it is known, in one line."""
     complaint = last_line(errors).removeprefix("error: ").removeprefix("Error from server ") or "it said nothing"
     remedy = remedy_of(errors, _REMEDIES)
     return remedy.format(error=complaint) if remedy else complaint
 
 
 def node_of(pod: dict[str, Any]) -> ClusterNode:
-    """Return a pod as a node of the cluster."""
+    """Return the cluster node for a pod."""
     name = pod["metadata"]["name"]
     return ClusterNode(
         name=name,
@@ -106,7 +106,7 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 
 def waits_for(pod: dict[str, Any]) -> str:
-    """Return why the pod is not ready, in a line."""
+    """Return in one line why the pod is not ready."""
     status = pod.get("status", {})
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         for state in (container.get("state", {}), container.get("lastState", {})):
@@ -120,5 +120,5 @@ def waits_for(pod: dict[str, Any]) -> str:
 
 
 def is_hopeless(pod: dict[str, Any]) -> bool:
-    """Return True if the pod will not become ready as it is."""
+    """Return True if the pod will never become ready."""
     return waits_for(pod).partition(":")[0] in _HOPELESS

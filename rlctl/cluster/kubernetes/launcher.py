@@ -1,4 +1,6 @@
-"""A Ray cluster of pods, by the KubeRay operator: applied, waited for, looked at and deleted with kubectl."""
+"""Launcher of Ray clusters in Kubernetes: applies, inspects and deletes a RayCluster of the KubeRay operator by
+kubectl.
+"""
 
 import base64
 import shlex
@@ -37,7 +39,7 @@ class KubernetesLauncher(Launcher):
             nodes=[ClusterNode(name="head", host="", folder="", head=True, address="")],
         )
         self._say("doing", "asking Kubernetes")
-        # The server checks the whole manifest, and applies nothing.
+        # With these options the server validates the whole manifest and applies nothing.
         options = ("--dry-run=server", "--validate=strict", "--filename=-")
         _kubectl(state).run("apply", *options, stdin=as_yaml(ray_cluster(config)))
         if _kubectl(state).get("raycluster", name):
@@ -46,7 +48,7 @@ class KubernetesLauncher(Launcher):
         return state, []
 
     def start(self, config: KubernetesCluster, state: ClusterState) -> list[str]:
-        """Apply the manifest and wait until every pod is ready. Raises ClusterError if not every pod came up."""
+        """Apply the manifest and wait until all pods are ready. Raises ClusterError if a pod does not become ready."""
         kubectl = _kubectl(state)
         kubectl.run("apply", "--filename=-", stdin=as_yaml(ray_cluster(config)))
         self._say("ok", f"RayCluster {state.name} applied")
@@ -139,8 +141,8 @@ class KubernetesLauncher(Launcher):
             time.sleep(_POD_POLL_S)
 
     def _ask_ray(self, state: ClusterState, statuses: list[NodeStatus]) -> list[str]:
-        """Add Ray's resources to the status of each node; return warnings."""
-        # Pods of the cluster have the token in their environment.
+        """Ask Ray on the head, and add its resources to the status of each node. Return warnings."""
+        # No token_path is needed: the pods have the token in their environment.
         request = ray_query(state) | {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None}
         try:
             reply = state.host_of(statuses[0].node).run("head.query", request, _QUERY_S)
@@ -157,5 +159,5 @@ def _kubectl(state: ClusterState) -> Kubectl:
 
 
 def _service(name: str) -> str:
-    # As the operator names it.
+    # The operator gives the head's service this name.
     return f"{name}-head-svc"

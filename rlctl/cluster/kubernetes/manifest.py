@@ -1,7 +1,7 @@
 """Manifests of a cluster and of a job for KubeRay (ray.io/v1), as plain values. Pure.
 
-The operator makes the token and puts it into every pod's environment (authOptions, KubeRay 1.6); our manifests hold
-names of secrets and no secret. The head's service can be reached inside Kubernetes only.
+The operator creates the token and puts it into every pod's environment (authOptions, KubeRay 1.6). The manifests
+contain names of Secrets, but no secret value. The head's service can be reached only inside Kubernetes.
 """
 
 import shlex
@@ -21,13 +21,13 @@ def ray_cluster(config: KubernetesCluster) -> dict[str, Any]:
 
 
 def ray_job(config: KubernetesCluster, entrypoint: list[str]) -> dict[str, Any]:
-    """Return a RayJob: a cluster that runs `entrypoint`, a command's words, on its head and then ends."""
+    """Return a RayJob: a cluster that runs a command on its head and then ends. entrypoint: the command's words."""
     spec = {
-        # The operator gives it to a shell.
+        # A text, because the operator passes it to a shell.
         "entrypoint": shlex.join(entrypoint),
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
-        # A retry would run from the start, on a new cluster; to resume, the entrypoint says so.
+        # No retry: it would start from the beginning on a new cluster. The entrypoint must say if it resumes.
         "backoffLimit": 0,
         "rayClusterSpec": _cluster_spec(config),
     }
@@ -35,7 +35,7 @@ def ray_job(config: KubernetesCluster, entrypoint: list[str]) -> dict[str, Any]:
 
 
 def as_yaml(manifest: dict[str, Any]) -> str:
-    """Return a manifest as `kubectl apply -f -` takes it."""
+    """Return a manifest as YAML for `kubectl apply -f -`."""
     import yaml
 
     text: str = yaml.safe_dump(manifest, sort_keys=False, default_flow_style=False, width=120)
@@ -61,7 +61,7 @@ def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
         "headGroupSpec": {
             "serviceType": "ClusterIP",
             "enableIngress": False,
-            # The operator and its jobs reach it through the service; nobody outside does.
+            # The operator and its jobs reach the dashboard through the service, which is not visible outside.
             "rayStartParams": {"dashboard-host": "0.0.0.0", "num-gpus": "0"},
             "template": _pod(config, "ray-head", head, config.head_shm),
         },
@@ -79,8 +79,8 @@ def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
 
 
 def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], shm: str) -> dict[str, Any]:
-    """Return a pod's template. Its requests equal its limits, so that it is the last to be evicted."""
-    # In memory, and part of the container's limit.
+    """Return a pod template. Requests equal limits, so that Kubernetes evicts the pod last."""
+    # /dev/shm is a volume in memory, and counts toward the container's memory limit.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for index, claim in enumerate(config.volume_claims):
@@ -107,13 +107,13 @@ def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], s
     if config.service_account:
         spec["serviceAccountName"] = config.service_account
     else:
-        # Training does not talk to Kubernetes.
+        # Training does not call the Kubernetes API, so pods get no token for it.
         spec["automountServiceAccountToken"] = False
     return {"metadata": {"labels": dict(_LABELS)}, "spec": {name: value for name, value in spec.items() if value != []}}
 
 
 def _toleration(text: str) -> dict[str, str]:
-    """Parse key or key=value, with :Effect or without, as kubectl writes taints."""
+    """Return the toleration for a text such as key, key=value or key=value:Effect, the form of kubectl's taints."""
     pair, _, effect = text.partition(":")
     key, equals, value = pair.partition("=")
     toleration = {"key": key, "operator": "Exists"}

@@ -1,4 +1,4 @@
-"""Checks of every host, all at the same time, before anything is started on any."""
+"""Checks of all hosts at the same time, before anything is started."""
 
 import socket
 import time
@@ -16,7 +16,9 @@ Replies = dict[str, dict[str, Any]]
 
 
 def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], list[str]]:
-    """Check every host; return where nodes go, the head first, and warnings. Raises ClusterError if too few will do."""
+    """Check every host. Return the places for nodes, the head first, and warnings. Raises ClusterError if too few are
+    fit.
+    """
     names = [""] if isinstance(config, LocalCluster) else config.hosts
     min_hosts = config.min_hosts if isinstance(config, SshCluster) else None
     replies = _check_hosts(config, names, [config.port, config.dashboard_port], say)
@@ -39,7 +41,7 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
-    """Return the places of nodes by name, for the hosts that will do. python: the version of the head."""
+    """Check the hosts of lost nodes. Return node name -> place, for fit hosts. python: Python version of the head."""
     replies = _check_hosts(config, sorted({node.host for node in nodes}), [], say)
     places = {}
     for node in nodes:
@@ -65,9 +67,9 @@ def _host_place(name: str, host: str, address: str, reply: dict[str, Any]) -> Pl
 
 
 def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say) -> Replies:
-    """Return the answers of the hosts that will do, in the order of `names`; say a line about each host.
+    """Return host name -> reply for the fit hosts, in the order of `names`. Report one line about each host.
 
-    ports: must be free on the host that is to be the head.
+    ports: ports that must be free on the head.
     """
     say("doing", "checking")
     hosts = [Host("")]
@@ -87,7 +89,7 @@ def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: lis
             skew = clock_skew(answer["time"], begin, time.time())
             host_problems = problems(answer, config.min_disk_gib, skew, max_skew)
             host_problems += _address_problems(answer, len(names), name)
-            # The first host will be the head. Another becomes the head only if the hosts before it are down.
+            # The first host should be the head. Another becomes the head only if all hosts before it are unfit.
             if index == 0:
                 host_problems += taken_port_problems(answer)
             for problem in host_problems:
@@ -100,7 +102,9 @@ def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: lis
 
 
 def _drop_unlike(replies: Replies, say: Say) -> None:
-    """Drop hosts with taken ports until the first one can be the head. Drop hosts with another Python than the head."""
+    """Remove hosts with taken ports from the front, until the first can be the head. Remove hosts whose Python differs
+    from the head's.
+    """
     for name in list(replies):
         port_problems = taken_port_problems(replies[name])
         if not port_problems:
@@ -111,7 +115,7 @@ def _drop_unlike(replies: Replies, say: Say) -> None:
         return
     head = next(iter(replies))
     head_python = minor(replies[head]["python"])
-    # Ray wants one minor version of Python for all.
+    # Ray needs the same minor version of Python on all nodes.
     for name in [name for name in replies if minor(replies[name]["python"]) != head_python]:
         python = replies.pop(name)["python"]
         say("bad", f"{name}: wrong Python {python}: the head {head} has {head_python}, and Ray wants one for all")
@@ -128,7 +132,7 @@ def _address_problems(reply: dict[str, Any], hosts: int, name: str) -> list[str]
 
 
 def _own_address() -> str:
-    """Return the address under which this machine goes out; nothing is sent."""
+    """Return the address that this machine uses for outgoing connections. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,4 +1,4 @@
-"""Clusters of machines that exist already, this one or others over ssh."""
+"""Launcher of clusters on existing machines: this one, or others over ssh."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ MachineCluster = LocalCluster | SshCluster
 
 
 class MachineLauncher(Launcher):
-    """The kinds `local` and `ssh`."""
+    """Launcher of the kinds `local` and `ssh`."""
 
     def prepare(self, config: MachineCluster) -> tuple[ClusterState, list[str]]:
         self._places, warnings = places(config, self._say)
@@ -53,9 +53,9 @@ class MachineLauncher(Launcher):
         return state, warnings
 
     def start(self, config: MachineCluster, state: ClusterState) -> list[str]:
-        """Bring up the head, then the other nodes at the same time.
+        """Start the head, then all other nodes at the same time.
 
-        Nodes that failed, and could be spared, leave the state.
+        If enough nodes are up (min_hosts), failed ones are removed from the state.
         """
         logs = f"nothing is left running; all it wrote: rlctl cluster logs {state.name}"
         starter = self._starter(config, state, self._places)
@@ -79,7 +79,7 @@ class MachineLauncher(Launcher):
         return ask_nodes(state)
 
     def quick_condition(self, state: ClusterState) -> str:
-        # Other machines are not asked.
+        # Only nodes on this machine are checked. Other machines are not asked.
         local_nodes = [node for node in state.nodes if not node.host]
         living_nodes = [node for node in local_nodes if lives(node.process)]
         if living_nodes == local_nodes:
@@ -87,12 +87,12 @@ class MachineLauncher(Launcher):
         return "partly up" if state.head in living_nodes else "gone"
 
     def repair(self, config: MachineCluster, state: ClusterState, status: ClusterStatus) -> list[str]:
-        """Start the nodes again that the cluster has lost, and return their names. Raises ClusterError if too few came.
+        """Restart the nodes that the cluster has lost, and return their names. Raises ClusterError if too few came up.
 
-        A host that does not answer is left alone: its processes are unknown. A node that does not come back stays in
-        the state: `status` shows it, and another `up` tries again.
+        A host that does not answer is left alone, because its processes are unknown. A failed node stays in the state:
+        `status` shows it, and another `up` tries again.
         """
-        # The config of the start is used. A config given to `up` now would not change the other nodes either.
+        # Use the config with which the cluster was started: a new one would not change the other nodes.
         config = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
         lost = [node_status.node for node_status in status.nodes[1:] if node_status.condition in ("gone", "not joined")]
         if not lost or not status.nodes[0].in_ray:
@@ -123,7 +123,7 @@ class MachineLauncher(Launcher):
     def logs(self, state: ClusterState) -> list[LogPlace]:
         places = []
         for node in state.nodes:
-            # Another host keeps its logs at home there.
+            # Another host keeps the logs in its own home.
             keep = None if node.host else str(self._store.logs / node.name)
             places.append(LogPlace(node=node.name, folder=node.folder, host=state.host_of(node), keep=keep))
         return places
@@ -131,7 +131,7 @@ class MachineLauncher(Launcher):
     def environment(self, state: ClusterState) -> dict[str, str]:
         variables = super().environment(state)
         if state.kind == "ssh":
-            # Over ssh a program of this machine reaches the job API alone.
+            # Over ssh a program on this machine can reach only the job API.
             return variables
         return {"RAY_ADDRESS": state.address, **variables, **state.environment}
 
@@ -143,7 +143,7 @@ class MachineLauncher(Launcher):
     def _start_again(
         self, config: MachineCluster, state: ClusterState, lost: list[ClusterNode], python: str
     ) -> list[ClusterNode]:
-        """Start lost nodes again; return those that did not come up."""
+        """Restart lost nodes. Return the nodes that did not come up."""
         stuck = stop_nodes(self._store, state, self._say, lost)
         places = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
         startable = [node for node in lost if node.name in places]
@@ -173,7 +173,7 @@ class MachineLauncher(Launcher):
 
 
 def _fewest_nodes(config: MachineCluster, state: ClusterState) -> int:
-    """Return how many nodes must come up."""
+    """Return the least number of nodes that must come up."""
     return config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
 
 

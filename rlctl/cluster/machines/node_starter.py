@@ -1,7 +1,7 @@
-"""Starting and stopping Ray nodes on machines.
+"""Starting and stopping of Ray nodes on machines.
 
-A node is started in one call to its host, which answers at once, and waited for in another: Ctrl-C between the two,
-or during either, leaves the caller with a state that names everything there is to stop.
+One call to the host starts a node and returns at once. A second call waits until the node is up. So at Ctrl-C, between
+or during these calls, the state names every node that must be stopped.
 """
 
 import time
@@ -13,14 +13,14 @@ from rlctl.cluster.ray_start import TOO_SLOW, Place, join_address, start_request
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore, node_folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
-# Seconds of the longest start of a process, of the longest end, and of a wait beyond its deadline.
+# Deadlines in seconds: to start a node, to stop one, and an addition to the deadline of a wait.
 _START_S = 60.0
 _STOP_S = 90.0
 _MORE_S = 60.0
 
 
 class NodeStarter:
-    """Starts nodes of `state` at their places, found by name; keeps the state's file up to date."""
+    """Starter of nodes. It saves each change of `state` to the file. places: node name -> place."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class NodeStarter:
         self._token = store.token()
 
     def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
-        """Start nodes and wait until they are up. Start slow ones once more. Return the failed nodes."""
+        """Start nodes and wait until they are up. Try those once more that were too slow. Return the failed nodes."""
         failed = self._start_nodes(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
@@ -55,7 +55,7 @@ class NodeStarter:
         return [node for node in nodes if node.name in failed]
 
     def _start_nodes(self, nodes: list[ClusterNode]) -> dict[str, str]:
-        """Start nodes and wait until they are up. Return the failed ones, as name -> reason."""
+        """Start nodes and wait until they are up. Return name -> reason, for the failed nodes."""
         if not nodes:
             return {}
         begin = time.monotonic()
@@ -66,7 +66,7 @@ class NodeStarter:
             request = start_request(self._config, self._state, node, self._places[node.name], self._token)
             calls.append((self._state.host_of(node), "node.start", request))
         try:
-            # A start is not abandoned: it would go on at the host after the clearing up.
+            # `finish`: wait for each call, because an abandoned start would go on at the host after the clean-up.
             with HostCalls(calls, _START_S, finish=True) as starting:
                 for index, answer in starting.answers():
                     if isinstance(answer, HostError):
@@ -78,7 +78,7 @@ class NodeStarter:
         return failed | self._wait_for_nodes([node for node in nodes if node.name not in failed], begin)
 
     def _wait_for_nodes(self, nodes: list[ClusterNode], begin: float) -> dict[str, str]:
-        """Wait until nodes are up. Return the failed ones, as name -> reason. begin: when they were started."""
+        """Wait until nodes are up. Return name -> reason, for the failed nodes. begin: time of their start."""
         failed = {}
         calls = []
         for node in nodes:
@@ -108,7 +108,7 @@ class NodeStarter:
 
 
 def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[ClusterNode]) -> list[str]:
-    """End nodes, the head after the others. Return the names of nodes that could not be cleared."""
+    """Stop nodes, the head after the others. Return the names of nodes that could not be stopped."""
     uncleared: list[str] = []
     for wave in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
         if not wave:
@@ -116,7 +116,7 @@ def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[C
         say("doing", f"stopping {', '.join(node.name for node in wave)}")
         calls = []
         for node in wave:
-            # On this machine the logs go into the cluster's folder; another host keeps them in its own home.
+            # A node on this machine leaves its logs in the cluster's folder, a node on another host in the home there.
             keep = None if node.host else str(store.logs / node.name)
             request = {"folder": node.folder, "keep": keep, "cluster": store.name, "node": node.name}
             calls.append((state.host_of(node), "node.stop", request))

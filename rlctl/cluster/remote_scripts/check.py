@@ -1,6 +1,6 @@
-"""Runs on a host: reports its facts, before anything is started. Any Python from 3.6 on can read and answer this.
+"""Program on a host that reports facts about it, before anything is started. It runs on Python 3.6 or newer.
 
-request: ports (to be free). The reply is facts, which the caller judges.
+request: ports (that should be free). The reply has the facts; the caller decides whether the host is fit.
 """
 
 import errno
@@ -14,7 +14,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-# A Unix socket's path has at most 107 bytes, of which Ray's own part and our folder's name take 84.
+# Most bytes of the folder's path. A Unix socket's path has at most 107; Ray and the node's folder name take 84.
 ROOM = 107 - 84
 
 
@@ -23,7 +23,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
     root = folder_root()
     gpus, driver = nvidia("name")
     server = ("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
-    # "client address, its port, own address, own port": where the ssh connection arrived, other hosts find this one.
+    # SSH_CONNECTION is "client address, client port, own address, own port". Other hosts can reach the own address too.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         **software(),
@@ -51,7 +51,7 @@ def folder_root() -> "str | None":
 
 
 def is_free(port: int) -> bool:
-    # One listener on one address is enough to fail Ray, which may take another address.
+    # Test all interfaces: a listener on any of them could make Ray fail.
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family) as probe:
@@ -83,7 +83,7 @@ def software() -> "dict[str, Any]":
 
 
 def nvidia(*fields: str) -> "tuple[list[list[str]], str | None]":
-    """Return the fields of nvidia-smi for each GPU, and the version of the driver."""
+    """Return (fields of nvidia-smi for each GPU, driver version or None)."""
     if not shutil.which("nvidia-smi"):
         return [], None
     names = ",".join(["driver_version", *fields])

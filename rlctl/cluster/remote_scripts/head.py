@@ -1,12 +1,12 @@
-"""Runs on the head, with its Ray and its rlctl.
+"""Programs on the head, run with its Ray and rlctl.
 
-query: asks Ray for its living nodes and their free resources. request: address, token_path (null: the token is in the
-environment there), environment, timeout_s. The reply: nodes, each with address, name, alive, total and free; refused,
-true where the token is not this cluster's. Ray's drivers say of a wrong token only that they failed to connect, and
-after 21 s; its GCS client tells at once.
+query: asks Ray for its nodes and their free resources. request: address, token_path (null: the token is in the
+environment), environment, timeout_s. Reply: nodes, each with address, name, alive, total and free; refused, true if Ray
+refuses the token. The GCS client is used because it reports a wrong token at once. A Ray driver would only report a
+failed connection, after 21 s.
 
-job: does one operation on a run that is a Ray job, see `jobs/head_agent.py`. request: op (accept, status, stop, runs),
-dashboard (port), token_path, and the fields of the operation.
+job: calls one operation of `jobs/head_agent.py`. request: op (accept, status, stop, runs), dashboard (port),
+token_path, and the fields of the operation.
 """
 
 import os
@@ -18,7 +18,7 @@ from rlctl.utils.ray_token import use_token
 def query(request: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(request["environment"])
     use_token(request["token_path"])
-    # Ray logs an error to the terminal before it raises it.
+    # Discard stderr: Ray logs an error there before it raises the error.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

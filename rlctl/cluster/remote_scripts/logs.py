@@ -1,9 +1,10 @@
-"""Runs on a host: prints the ends of a node's logs, and with follow further lines, each after the node's name.
+"""Program on a host that prints the last lines of a node's logs, each after the node's name. follow: print new lines
+too.
 
-request: folder (of a live node); keep, cluster, node (see `kept_logs`); lines, follow; suffixes (of the files to show;
-left out: Ray's logs); process (NAME of the one NAME.log to show; left out or null: all); on_node (show the logs of its
-processes alone; left out or null: all). Exit code 2 where there is no such process or node. In a folder with `NODES`, a
-run's over several nodes, each line has the node's name of its process in front.
+request: folder (of a live node); keep, cluster, node (see `kept_logs`); lines (number), follow; suffixes (of the files
+to show; missing: Ray's logs); process (show only its log NAME.log; missing or null: all); on_node (show only logs of
+processes on this node; missing or null: all). The exit code is 2 if there is no such process or node. In the log folder
+of a run on several nodes, which has the file `NODES`, each line begins with the node of its process.
 """
 
 import json
@@ -15,10 +16,11 @@ from typing import Any
 
 from rlctl.cluster.remote_scripts.node import kept_logs
 
-# Logs that say why something went wrong; Ray's others count events.
+# Suffixes and prefixes of Ray's logs that contain errors. Ray's other logs are statistics.
 SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")
 PREFIXES = ("worker-", "job-driver-")
-# The node of each process, in the log folder of a run over several nodes. A log without an entry is the driver's.
+# File with process name -> node, in the log folder of a run on several nodes. A log without an entry counts as the
+# driver's.
 NODES = "nodes.json"
 # Control characters except tab, and direction marks that reorder a line.
 UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
@@ -64,7 +66,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 def process_names(folders: "list[str]") -> "list[str]":
-    """Return the name of each process that has a log NAME.log."""
+    """Return the names of the processes that have a log NAME.log."""
     names = set[str]()
     for folder in folders:
         if os.path.isdir(folder):
@@ -110,9 +112,9 @@ def say(nodes: "dict[str, str]", request: dict[str, Any], path: str, lines: "lis
     node = node_of(nodes, path) or request["node"]
     safe_lines = list[str]()
     for line in lines:
-        # Ray colours some lines even where no terminal shows them.
+        # Remove colour codes: Ray writes them even into files.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
-        # Other control characters may come from anywhere, a reward's output or a prompt in an error.
+        # Replace other control characters, which may come from a reward's output or from a prompt in an error.
         safe_lines.append(re.sub(UNSAFE, "?", f"{node} {name} | {line}") + "\n")
     try:
         sys.stdout.write("".join(safe_lines))

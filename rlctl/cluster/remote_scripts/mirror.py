@@ -1,8 +1,8 @@
-"""Runs on the head: prints files of a run directory as they grow, until the reader is gone.
+"""Program on the head that prints the files of a run directory as they grow, until the reader is gone.
 
-request: folder, files (names), have (by name: bytes that the reader has, and their SHA-256), follow. The output is a
-line a piece, {"file", "data" (base64), "first"}: first is true where the file begins, being new to the reader or
-replaced. An empty line says that everything so far was printed.
+request: folder, files (names), have (name -> number of bytes that the reader has, and their SHA-256), follow. Each
+output line is one piece of a file: {"file", "data" (base64), "first"}. first is true for the beginning of a file that
+is new to the reader or was replaced. An empty line means that everything so far was printed.
 """
 
 import base64
@@ -33,7 +33,9 @@ def run(request: "dict[str, Any]") -> None:
 
 
 def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
-    """Return where to go on for a reader that has `size` bytes: the file's beginning if they are not its first."""
+    """Return (inode, offset) from which to print for a reader that has `size` bytes; offset 0 if they differ from the
+    file's.
+    """
     try:
         with open(path, "rb") as file:
             same = hashlib.sha256(file.read(size)).hexdigest() == digest
@@ -43,7 +45,7 @@ def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
 
 
 def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
-    """Print the text after `place`, (inode, bytes printed); return the place after it."""
+    """Print the bytes of the file after `place`, which is (inode, offset). Return the new place."""
     inode, offset = place
     try:
         with open(path, "rb") as file:

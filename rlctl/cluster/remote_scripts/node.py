@@ -1,19 +1,19 @@
-"""Runs on a host that has Ray: starts a node, waits for it, inspects and stops it.
+"""Programs on a host that start a Ray node, wait until it is up, inspect it and stop it.
 
-start: starts a Ray node in a new folder and returns at once. request: root, folder (a name), token, arguments
-(of `ray start`, `{port}` in them a free port), environment, joins_loopback (a further node of a cluster on loopback).
-The reply: folder, pid, start_id, ports of a head.
+start: starts a Ray node in a new folder and returns at once. request: root, folder (a name in root), token, arguments
+(of `ray start`; `{port}` is replaced by a free port), environment, joins_loopback (true for a node that joins a cluster
+on loopback). Reply: folder, pid, start_id, ports (of a head).
 
-wait: waits until the node is up, or says why it ended. request: folder, pid, start_id, port (of the dashboard to
-wait for, or null), head (host and port that it joins; null or left out: not asked), deadline_s. The reply: ready, why
-(a line of its log), dashboard (true if that port answers).
+wait: waits until the node is up or has failed. request: folder, pid, start_id, port (of the dashboard, which must
+answer too, or null), head (host and port to which the node connects, checked meanwhile; null or missing: not checked),
+deadline_s. Reply: ready, why (reason of a failure), dashboard (true if the port answers).
 
-look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, bytes of memory,
-shared memory and disk (free ones too), GPUs and their driver, versions, and every port that its processes listen on.
+look: reports the state of the node and its machine. request: folder, pid, start_id. Reply: alive, bytes of memory,
+shared memory and free disk, GPUs and driver, versions, and every port on which the node's processes listen.
 
-stop: ends the node and all its processes. Keeps its logs and removes its other files, and those of killed runs on this
-machine. request: folder; keep,
-cluster, node (see `kept_logs`). The reply: left (pids that would not end), logs (the folder kept, or null).
+stop: ends all processes of the node. Keeps its logs, and removes its other files and those of killed runs on this
+machine. request: folder; keep, cluster, node (see `kept_logs`). Reply: left (pids that did not end), logs (folder of
+the kept logs, or null).
 """
 
 import contextlib
@@ -36,21 +36,21 @@ from rlctl.utils.ports import free_port
 from rlctl.utils.process import start_id
 from rlctl.utils.ray_token import TOKEN, token_environment
 
-# Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
-# up while the node still starts: the whole node then ends.
+# Program that runs Ray's command without the Ray Client server. The server is not needed and uses a fixed port. On a
+# busy machine it may time out while the node still starts, and end the whole node.
 START = """
 import sys
 from ray.scripts import scripts
 scripts.get_ray_client_dependency_error = lambda: "not wanted"
 """
-# Ray refuses a second node where loopback was asked for, and replaces that address by another.
+# Patch for a second node on loopback: Ray would refuse such a node, and would replace its address by another.
 JOINING = """
 from ray._private import ray_constants, services
 ray_constants.ENABLE_RAY_CLUSTER = True
 services.resolve_ip_for_localhost = lambda host: host
 """
 MAIN = "sys.exit(scripts.main())"
-# Ray opens its folder to everybody: so it is below the node's, which nobody else enters.
+# Name of Ray's folder inside the node's private folder: Ray makes its own folder readable to everybody.
 RAY = "r"
 LEAST_DISK = 1 << 20
 LONGEST_SILENCE_S = 6.0
@@ -79,7 +79,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             start_new_session=True,
         )
     started = {"folder": folder, "pid": process.pid, "start_id": start_id(process.pid)}
-    # For `stop`, should this answer never arrive.
+    # `stop` reads this file, in case the reply never reaches the caller.
     with open(os.path.join(folder, "node.json"), "w") as file:
         json.dump(started, file)
     values = dict(argument.strip("-").split("=", 1) for argument in arguments if "=" in argument)
@@ -98,7 +98,7 @@ def wait(request: dict[str, Any]) -> dict[str, Any]:
             return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
         if not lives(request):
             return failure_reply(reason(text))
-        # Ray's processes do not report the following: they wait for each other until the deadline.
+        # Ray's processes do not report the following failures. They would wait for each other until the deadline.
         if shutil.disk_usage(request["folder"]).free < LEAST_DISK:
             return failure_reply("disk full: nothing left for Ray's files in " + os.path.dirname(request["folder"]))
         head = request.get("head")
@@ -133,7 +133,7 @@ def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
 
 
 def reason(text: str) -> str:
-    """Return the line that explains an end best: the last exception, else the last line."""
+    """Return the line of a log that best explains why the process ended: the last exception, else the last line."""
     lines = [line.split(" -- ")[-1].strip() for line in text.splitlines() if line.strip()]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
     return (raised or lines or ["its log is empty"])[-1]
@@ -155,7 +155,7 @@ def look(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def listening(request: dict[str, Any]) -> "list[list[Any]]":
-    """Return [address, port, process] of every TCP port on which a process of the node's session listens."""
+    """Return [address, port, process name] for every TCP port on which a process of the node's session listens."""
     listeners = []
     for process in psutil.process_iter():
         try:
@@ -172,21 +172,21 @@ def listening(request: dict[str, Any]) -> "list[list[Any]]":
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    # Imported here: the package of workers sets variables of a run's private Ray, which `start` would pass on.
+    # Imported here because rlctl.workers sets variables for a run's private Ray, and `start` would pass them on.
     from rlctl.workers.reaper import leftovers, sweep
 
     folder = request["folder"]
     processes = family(folder)
     parents = [process for process in processes if is_parent(process, folder)]
     tell(parents or processes, signal.SIGTERM)
-    # The other processes end with the parent. Processes that the parent leaves are killed.
+    # The parent ends the other processes. Those that are left are killed.
     _, alive = psutil.wait_procs(processes, timeout=TERM_S)
     tell({*alive, *family(folder)}, signal.SIGKILL)
     _, alive = psutil.wait_procs(family(folder), timeout=KILL_S)
     try:
         logs = keep_logs(request)
     except OSError:
-        # A home that is full or read-only keeps no logs; the node is cleared all the same.
+        # If the home is full or read-only, no logs are kept, and the node is removed nevertheless.
         logs = None
     for process in processes:
         for path in glob.glob(f"/dev/shm/sem.*{process.pid}-*"):
@@ -196,14 +196,15 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
         if not os.path.exists(folder):
             break
         time.sleep(0.1)
-    # Weights in transit, for example. The processes that would remove them have just ended too.
+    # Remove folders of killed runs, for example weights in transit: their own clean-up processes have just been ended
+    # too.
     for leftover in leftovers():
         sweep([leftover.path])
     return {"left": [process.pid for process in alive], "logs": logs}
 
 
 def family(folder: str) -> "list[psutil.Process]":
-    """Return every process of the node: of its session, or with the folder on its command line or in its open files."""
+    """Return all processes of the node: in its session, with its folder on the command line or in their open files."""
     session = session_of(folder)
     own_pid = os.getpid()
     members = []
@@ -223,14 +224,14 @@ def family(folder: str) -> "list[psutil.Process]":
 
 
 def session_of(folder: str) -> int:
-    """Return the session of the node, which is its first process's pid; 0 if that pid is another's now."""
+    """Return the node's session id, which is the pid of its first process; 0 if another process has that pid now."""
     try:
         with open(os.path.join(folder, "node.json")) as file:
             started = json.load(file)
         pid = int(started["pid"])
     except (OSError, ValueError, KeyError):
         return 0
-    # While any process of a session lives, the kernel gives its number to nobody else.
+    # The kernel does not reuse a session's id while any process of the session lives.
     return pid if not start_id(pid) or lives({"folder": folder, **started}) else 0
 
 
@@ -238,7 +239,7 @@ def is_parent(process: psutil.Process, folder: str) -> bool:
     try:
         command = process.cmdline()
     except psutil.Error:
-        # The process has ended meanwhile.
+        # The process has just ended.
         return False
     return "--block" in command and os.path.join(folder, "r") in command
 
@@ -266,16 +267,17 @@ def keep_logs(request: dict[str, Any]) -> Any:
 
 
 def kept_logs(request: "dict[str, Any]") -> str:
-    """Return the folder of the logs that a node leaves: `keep`, or below $XDG_STATE_HOME by cluster and node."""
+    """Return the folder for the logs of an ended node: `keep`, or a folder in $XDG_STATE_HOME for cluster and node."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     at_home = os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
     return str(request["keep"] or at_home)
 
 
 def lives(request: dict[str, Any]) -> bool:
-    """Return True if the node's first process runs, and not another that has its number now."""
+    """Return True if the node's first process runs. Another process that has its pid now does not count."""
     running_id = start_id(request["pid"])
     if request.get("start_id"):
         return bool(running_id == request["start_id"])
-    # An earlier version of rlctl started the node. No other process has the folder's name on its command line.
+    # A node of an earlier version of rlctl has no start_id. Its process is recognized by the folder on its command
+    # line.
     return bool(running_id) and is_parent(psutil.Process(request["pid"]), request["folder"])

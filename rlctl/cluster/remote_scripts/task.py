@@ -1,9 +1,9 @@
-"""Runs on a node of a Slurm job as the job's task there: starts the Ray node, waits for its end, and cleans up.
+"""Task of a Slurm job on each of its nodes: starts the Ray node, waits for its end, and cleans up.
 
     python -m rlctl.cluster.remote_scripts.task FOLDER   a folder that all nodes see, with plan.json, token and nodes/
 
-FOLDER/nodes/INDEX.json is the node's report, which is always whole. The first node of the job is the head; the others
-join it once its report says that it is ready. The end of the head is the end of the job.
+FOLDER/nodes/INDEX.json is the node's report, written atomically. The first node of the job is the head. The others join
+when the head's report says that it is ready. The job ends when the head ends.
 """
 
 import json
@@ -22,20 +22,20 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Report:
-    """Facts of this node, for the other nodes and the submitting machine."""
+    """Report of this node for the other nodes and the submitting machine."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
 
     def write(self, **facts: Any) -> None:
-        """Add facts, and write the whole report."""
+        """Add facts to the report and write it."""
         self.facts.update(facts)
         write_whole(self.path, json.dumps(self.facts))
 
 
 def main(folder: Path) -> int:
-    """Do the task; return the exit code. 1 ends the job."""
+    """Run the task and return the exit code. 1 ends the whole job."""
     index = int(os.environ["SLURM_NODEID"])
     name = os.environ["SLURMD_NODENAME"]
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
@@ -56,23 +56,23 @@ def main(folder: Path) -> int:
 
 
 def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: dict[str, Any]) -> int:
-    """Check, start the node and wait for its end; return the exit code."""
+    """Check the host, start the node and wait for its end. Return the exit code."""
     is_head = index == 0
     name = place["node"]
     host_facts = check.run({"ports": plan["ports"] if is_head else []})
     report.write(name=name, host=name, found=host_facts)
     head_address = "" if is_head else wait_for_head(folder / "nodes" / "0.json", plan["deadline_s"])
     address = own_address(name, head_address)
-    # CPUs of this node that the job has.
+    # Number of CPUs that the job has on this node.
     cpus = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
     request = plan["head" if is_head else "other"]
-    # Placeholders for facts of a node.
+    # Placeholder in the plan's arguments -> value on this node.
     facts = {"{name}": name, "{address}": address, "{head}": head_address, "{cpus}": cpus}
     for placeholder, fact in facts.items():
         request["arguments"] = [argument.replace(placeholder, fact) for argument in request["arguments"]]
     token = (folder / "token").read_text(encoding="utf-8").strip()
     request.update(root=host_facts["root"], folder=plan["folders"][index], token=token)
-    # The report names the folder before the folder is made, so that its reader knows where to look.
+    # The report names the folder before it is created, so that its reader can always find it.
     report.write(address=address, folder=os.path.join(host_facts["root"], request["folder"]))
     waited = start(request, plan, report, place)
     report.write(**waited)
@@ -86,7 +86,7 @@ def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: 
 
 
 def start(request: dict[str, Any], plan: dict[str, Any], report: Report, place: dict[str, Any]) -> dict[str, Any]:
-    """Start a node, once more if Ray's own deadline was too short; return the result of `wait`."""
+    """Start the node, and try once more if Ray's own time limit was too short. Return the reply of `node.wait`."""
     for is_last_try in (False, True):
         report.write(**node.start(request))
         port = report.facts["ports"].get("dashboard-port") if report.facts["found"]["dashboard"] else None
@@ -98,7 +98,7 @@ def start(request: dict[str, Any], plan: dict[str, Any], report: Report, place: 
 
 
 def clean_up(request: dict[str, Any], report: Report) -> None:
-    """End the node; nobody else would. It is tried again once, since processes end meanwhile."""
+    """Stop the node, because nobody else does. Try twice, since processes that end meanwhile may cause an error."""
     for is_last_try in (False, True):
         try:
             report.write(ended=node.stop(request))
@@ -109,7 +109,7 @@ def clean_up(request: dict[str, Any], report: Report) -> None:
 
 
 def wait_for_head(report: Path, deadline_s: float) -> str:
-    """Return the address of the head, once it is ready. Raises RuntimeError if it will not be."""
+    """Wait until the head is ready and return its host:port. Raises RuntimeError if it failed or is too late."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if report.exists():
@@ -124,7 +124,11 @@ def wait_for_head(report: Path, deadline_s: float) -> str:
 
 
 def own_address(name: str, head: str) -> str:
-    """Return the address at which other nodes find this one: its name's, else that of the way to the head, or out."""
+    """Return the address at which other nodes reach this one.
+
+    The head has that of its host name, if it is not loopback. Else it is the address used for connections to the head,
+    or to the outside.
+    """
     if not head:
         for candidate in (name, socket.gethostname()):
             try:
@@ -136,7 +140,7 @@ def own_address(name: str, head: str) -> str:
     host, port = head.rsplit(":", 1) if head else ("192.0.2.1", "9")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent.
+        # Connecting a datagram socket sends nothing.
         probe.connect((host.strip("[]"), int(port)))
         return str(probe.getsockname()[0])
 

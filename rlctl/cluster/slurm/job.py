@@ -1,4 +1,4 @@
-"""A Slurm job that is a Ray cluster: its batch script, the plan that its tasks read, and the folder they share.
+"""Slurm job that is a Ray cluster: its batch script, the plan for its tasks, and the shared folder.
 
 SHARED/                       0700: job-TAG in the cluster's own folder, or shared_folder/rlctl-NAME-TAG
     job.sh                    the submitted script
@@ -21,12 +21,12 @@ from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_fo
 from rlctl.config.cluster_schema import SlurmCluster
 from rlctl.utils.files import write_private
 
-# Beginnings of Slurm's own lines in a job's log.
+# Beginnings of lines that Slurm itself writes into a job's log.
 _NOISE = ("srun:", "slurmstepd", "Terminated")
 
 
 def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) -> str:
-    """Return the script for `sbatch`. folder: the folder of the job's files, which every node sees."""
+    """Return the script for `sbatch`. folder: shared folder of the job's files."""
     resources = {
         "partition": config.partition,
         "account": config.account,
@@ -40,9 +40,9 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
     options += [f"--{name}={shlex.quote(str(amount))}" for name, amount in resources.items() if amount is not None]
     if config.exclusive:
         options.append("--exclusive")
-    # A second run of the job would be a cluster that nobody asked for.
+    # No requeue: a job restarted by Slurm would be a cluster that nobody requested.
     options += ["--no-requeue", f"--output={shlex.quote(f'{folder}/logs/job/start.log')}", *config.sbatch_options]
-    # Since Slurm 22.05 a step no longer takes this from its job.
+    # Since Slurm 22.05 a step does not inherit --cpus-per-task from its job.
     cpus = "" if config.cpus_per_task is None else f" --cpus-per-task={config.cpus_per_task}"
     step = f"srun --nodes={config.nodes} --ntasks-per-node=1{cpus} --mem=0 --cpu-bind=none"
     task = f"{quoted_path(python)} -m rlctl.cluster.remote_scripts.task {shlex.quote(folder)}"
@@ -58,7 +58,9 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
 
 
 def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
-    """Return the requests of `remote_scripts/node.py` for the tasks. A task fills in its node's own facts."""
+    """Return the plan for the tasks: requests of `remote_scripts/node.py`. A task replaces placeholders such as
+    {address}.
+    """
     gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
     config = replace(config, num_gpus=gpus)
     head_node = ClusterNode(name="{name}", host="{head}", folder="", head=True, address="{address}")
@@ -68,7 +70,7 @@ def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
     head_request = start_request(config, state, head_node, place, "")
     other_request = start_request(config, state, other_node, place, "")
     if config.num_cpus is None:
-        # Ray would count the machine's CPUs, of which the job may have only a part.
+        # By default Ray would count all CPUs of the machine, but the job may have fewer.
         head_request["arguments"].append("--num-cpus={cpus}")
         other_request["arguments"].append("--num-cpus={cpus}")
     return {
@@ -78,13 +80,13 @@ def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
         "ports": [config.port, config.dashboard_port],
         "folders": [node_folder_name() for _ in range(config.nodes)],
         "deadline_s": config.start_timeout_s,
-        # Words in a node's log that make a second try worthwhile.
+        # Text in a node's log after which a second try makes sense.
         "too_slow": TOO_SLOW,
     }
 
 
 class JobFolder:
-    """The folder that a job's nodes and this machine share."""
+    """Folder shared by a job's nodes and this machine."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -92,7 +94,7 @@ class JobFolder:
         self.logs = self.path / "logs"
 
     def make(self) -> None:
-        """Make the folder. Raises ClusterError unless it is new."""
+        """Create the folder. Raises ClusterError if it exists or cannot be created."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700)
@@ -111,15 +113,15 @@ class JobFolder:
         write_private(self.path / "token", token)
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Return the reports of the nodes, by their index in the job."""
+        """Return index of the node in the job -> its report."""
         reports = {}
-        # The folder is listed: a file server's clients remember for long that a name was not there.
+        # List the folder instead of opening names: a network file system caches for long that a name did not exist.
         for path in sorted((self.path / "nodes").glob("*.json")):
             reports[int(path.stem)] = json.loads(path.read_text(encoding="utf-8"))
         return reports
 
     def last_words(self) -> str:
-        """Return the last line of the job's own log."""
+        """Return the last useful line of the job's own log, or a remedy if the error is known."""
         try:
             text = (self.logs / "job" / "start.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -128,12 +130,12 @@ class JobFolder:
             return "its Python has no rlctl: pip install rlctl there, or set python=..."
         if missing := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
             return f"not found on the nodes: {missing[1] or missing[2]}; set python=... to one that has ray and rlctl"
-        # Slurm's own lines come last, and add nothing.
+        # Slurm's own lines come last and are not useful.
         lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
         return lines[-1] if lines else ""
 
     def cleanup_problems(self) -> list[str]:
-        """Return a line for each node that did not report a full clean-up. The job is over."""
+        """Return a line for each node that did not report a full clean-up. Call it when the job has ended."""
         lines = []
         for report in self.reports().values():
             if "folder" not in report:
@@ -145,7 +147,7 @@ class JobFolder:
         return lines
 
     def remove(self, logs: Path) -> None:
-        """Remove the folder; its logs go to `logs`."""
+        """Move the folder's logs to `logs`, and remove the folder."""
         if not self.path.is_dir():
             return
         for source in self.logs.iterdir() if self.logs.is_dir() else ():

@@ -1,7 +1,6 @@
-"""A Ray cluster that is a Slurm job: submitted, waited for, inspected through job steps, cancelled.
+"""Launcher of Ray clusters in Slurm: submits a job, waits until its nodes are up, inspects them by job steps, cancels.
 
-The job brings itself up: its tasks (`remote_scripts/task.py`) start the Ray nodes and report in files of a folder that
-this machine and the nodes share (see `job.py`).
+The job's tasks (`remote_scripts/task.py`) start the Ray nodes. They report in files of a shared folder, see `job.py`.
 """
 
 import sys
@@ -19,18 +18,18 @@ from rlctl.cluster.slurm.job import JobFolder, batch_script, job_plan
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import SlurmCluster
 
-# From being asked to end until the last node has cleared up: Slurm's KillWait is 30 s unless a site says otherwise.
+# Seconds from scancel until the last node has cleaned up. Slurm's KillWait is 30 s by default.
 _STOP_S = 180.0
 _SOON_MINUTES = 10
-# Between two questions to Slurm, whose controller all users share, and between two looks at the shared folder.
+# Seconds between two calls to Slurm, whose controller all users share, and between two reads of the shared folder.
 _QUEUE_S = 5.0
 _REPORTS_S = 0.5
-# Delay with which a network file system may show a file to another machine.
+# Seconds after which a network file system may show a file to another machine.
 _FILES_S = 90.0
 
 
 class SlurmLauncher(Launcher):
-    """The kind `slurm`. A lost node is not started again: its job has lost the place."""
+    """Launcher of the kind `slurm`. A lost node is not restarted, because its job has lost the node."""
 
     def prepare(self, config: SlurmCluster) -> tuple[ClusterState, list[str]]:
         queue.must_be_here()
@@ -45,7 +44,7 @@ class SlurmLauncher(Launcher):
             setup=config.setup,
         )
         state.job_name, state.shared = self._new_names(config)
-        # The nodes' real names are known once Slurm has chosen the nodes.
+        # Slurm chooses the nodes later, so these names are placeholders.
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
         state.nodes = [
             ClusterNode(name=title, host="", folder="", head=title == "head", address="") for title in titles
@@ -97,7 +96,7 @@ class SlurmLauncher(Launcher):
 
     def stop(self, state: ClusterState) -> list[str]:
         try:
-            # A job that was submitted a moment before an earlier rlctl ended is known by its name alone.
+            # If rlctl ended just after submitting, only the job's name is known, not its id.
             uncleared = self._cancel([state.job] if state.job else queue.find(state.job_name))
         except ClusterError as error:
             self._say("bad", str(error))
@@ -135,14 +134,14 @@ class SlurmLauncher(Launcher):
                 reported_reason = job.reason
                 self._say("ok", f"job {job.id} waits in the queue: {job.reason}")
             self._say("doing", f"job {job.id} waits in the queue: {job.reason}, {waited_s:.0f} s")
-            # The first questions follow each other soon, later ones less often.
+            # The interval between two calls grows with the waiting time.
             time.sleep(min(_QUEUE_S, 0.5 + waited_s / 10))
             job = queue.look_up(state.job)
         self._must_run(state, job)
         self._say("ok", f"job {job.id} runs on {job.nodes} after {time.monotonic() - begin:.0f} s")
 
     def _wait_for_nodes(self, config: SlurmCluster, state: ClusterState) -> None:
-        """Wait until every node has reported that it is ready."""
+        """Wait until every node's report says that it is ready. Raises ClusterError if a node fails."""
         begin = time.monotonic()
         last_look_up = 0.0
         count = len(state.nodes)
@@ -168,11 +167,11 @@ class SlurmLauncher(Launcher):
             time.sleep(_REPORTS_S)
 
     def _check_node(self, config: SlurmCluster, report: dict[str, Any]) -> None:
-        """Raise ClusterError for a node that will not do, or has failed."""
+        """Raise ClusterError if a node's host is unfit, or if the node failed to start."""
         name = str(report.get("name"))
         node_problems = []
         if report.get("found") is not None:
-            # Slurm takes no messages between hosts whose clocks differ, so the clocks need no check.
+            # Clocks are not checked, because Slurm itself refuses messages between hosts with different clocks.
             node_problems = problems(report["found"], config.min_disk_gib)
         if report.get("why"):
             node_problems = node_problems or [f"did not start: {report['why']}"]
@@ -198,7 +197,7 @@ class SlurmLauncher(Launcher):
             raise ClusterError(f"{ending}; nothing is left running{remedy}")
 
     def _cancel(self, jobs: list[str]) -> list[str]:
-        """End jobs and wait until they are over. Return the jobs that are not."""
+        """Cancel jobs and wait until they have ended. Return the names of jobs that have not."""
 
         def select_living(job_ids: list[str]) -> list[str]:
             jobs = map(queue.look_up, job_ids)
@@ -217,7 +216,7 @@ class SlurmLauncher(Launcher):
         return [f"job {job}" for job in living]
 
     def _new_names(self, config: SlurmCluster) -> tuple[str, str]:
-        """Return new names of a job and of its shared folder."""
+        """Return a new job name, and the path of its shared folder."""
         tag = node_folder_name().rpartition("-")[2]
         name = f"rlctl-{self._store.name}-{tag}"
         if config.shared_folder is None:

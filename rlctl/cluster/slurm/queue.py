@@ -1,4 +1,4 @@
-"""Slurm's own commands, with each of their complaints as one line with the remedy."""
+"""Calls of Slurm's commands. Each error is one line with the remedy."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ _SLURM_ANSWER_S = 60.0
 _SUBMIT_S = 120.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-# Complaints of Slurm's commands and their remedies.
+# Text in the error output of Slurm's commands -> remedy.
 _REMEDIES = {
     "Invalid partition": "no such partition: see `sinfo`, then set partition=...",
     "Invalid account": "not your account, or not for this partition: see `sacctmgr show assoc user=$USER`, "
@@ -39,14 +39,14 @@ _ENDINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm knows it."""
+    """A job's status in Slurm."""
 
     id: str
     state: str
     reason: str = ""
-    # As Slurm abbreviates them.
+    # Names of the nodes in Slurm's short form, for example node[1-4].
     nodes: str = ""
-    # Time left of its limit.
+    # Time that is left until the job's time limit.
     time_left: str = ""
 
     @property
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def ending(self) -> str:
-        """Reason for its end, in a line."""
+        """Reason why the job ended, in one line."""
         meaning = _ENDINGS.get(self.state.split()[0], "")
         reason = f", {self.reason}" if self.reason not in ("", "None") else ""
         ending = f"job {self.id} ended ({self.state}{reason})"
@@ -67,7 +67,7 @@ class Job:
 
 
 def must_be_here() -> None:
-    """Raise ClusterError where Slurm is not installed."""
+    """Raise ClusterError if Slurm's commands are not installed."""
     missing = [name for name in ("sbatch", "squeue", "scancel", "srun") if not shutil.which(name)]
     if missing:
         problem = f"no Slurm here, {missing[0]} is not found: run rlctl on a login node of the cluster"
@@ -75,27 +75,29 @@ def must_be_here() -> None:
 
 
 def submit(script: str) -> str:
-    """Return the id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
+    """Submit a job and return its id. Raises ClusterError. After a Ctrl-C `find` can still find the job by name."""
     return _run_command(_SUBMIT_S, "sbatch", "--parsable", script).strip().splitlines()[-1].split(";")[0]
 
 
 def find(job_name: str) -> list[str]:
-    """Return the ids of the user's jobs of this name that are not over."""
+    """Return the ids of the user's unfinished jobs with this name."""
     return _run_command(_SLURM_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
 
 
 def look_up(job: str) -> Job:
-    """Return the job now. A job that Slurm has forgotten is over too. Raises ClusterError if Slurm is silent."""
+    """Return a job's current status. A job that Slurm does not know has ended. Raises ClusterError if Slurm does not
+    answer.
+    """
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
         if queue_row := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
-            # A column that this Slurm leaves out has the default of `Job`.
+            # If this version of Slurm omits a column, the default of `Job` is used.
             columns = queue_row.splitlines()[0].split("|")
             return Job(job, *columns)
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
-    # Slurm's accounts know the job longer, where the site keeps accounts.
+    # sacct knows ended jobs for longer, if the site uses accounting.
     try:
         account_row = _run_command(_SLURM_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
@@ -110,7 +112,7 @@ def cancel(jobs: list[str]) -> None:
 
 
 def _run_command(deadline_s: float, *command: str) -> str:
-    """Return the output of one of Slurm's commands. Raises ClusterError."""
+    """Run one of Slurm's commands and return its output. Raises ClusterError."""
     name = command[0]
     try:
         process = subprocess.Popen(
@@ -130,7 +132,7 @@ def _run_command(deadline_s: float, *command: str) -> str:
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{name} did not answer within {deadline_s:g} s: see `scontrol ping`") from None
     except KeyboardInterrupt:
-        # A job that is on its way to the controller could not be found and cancelled yet.
+        # Let sbatch finish: before that the job cannot be found and cancelled.
         if name == "sbatch":
             process.wait(timeout=_SLURM_ANSWER_S)
         raise
