@@ -10,7 +10,7 @@ GATE = Metric("sapo/gate", "mean of the gate", chart=ReportChart(LEARNING, "Gate
 
 @dataclass(frozen=True)
 class Sapo(PolicyLoss):
-    """-4 / tau sigmoid(tau (r - 1)) A: a bound that fades (SAPO, arXiv 2511.20347), with a tau for each sign of A."""
+    """-4 / tau sigmoid(tau (r - 1)) A, a soft clip of r with one tau for each sign of A (SAPO, arXiv 2511.20347)."""
 
     metrics = (GATE,)
 

@@ -1,4 +1,4 @@
-"""An engine of plain parameters that samples nothing: it receives weights into the live ones, over broadcast."""
+"""An engine for tests of refit: it samples nothing, and receives broadcast weights straight into its parameters."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class PlainEngine(Engine):
-    """Holds the tensors of the plan. `state` says whether they are whole."""
+    """Engine with the tensors of the refit plan. `state` is "interrupted" while only some have the new version."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._folder = Path(spec.model_path)
@@ -84,7 +84,7 @@ def hash_of(tensor: Tensor) -> str:
 
 
 class Live(WholeTensorSink):
-    """The live parameters. A process with a file `hold-PID` stands still in the middle of a refit."""
+    """Parameters of the engine. If a file `hold-PID` exists for this process, it stops in the middle of a refit."""
 
     def __init__(self, plan: RefitPlan, folder: Path) -> None:
         super().__init__(plan, CPU)
@@ -100,7 +100,7 @@ class Live(WholeTensorSink):
 
 
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """Give an engine one thread: there are many engines."""
+    """Return environment variables that give each engine one thread, because a test starts many engines."""
     return {"OMP_NUM_THREADS": "1"}
 
 

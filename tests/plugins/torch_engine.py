@@ -1,4 +1,4 @@
-"""An engine in one file: a transformers model samples one token of each request a step, on a CPU."""
+"""A complete engine in one file. In each step a transformers model samples one token for every request, on a CPU."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Turn:
-    """A request and its tokens so far."""
+    """A request in progress, with the tokens sampled so far."""
 
     request: TurnRequest
     draws: torch.Generator
@@ -37,13 +37,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """The engine's own keys."""
+    """Options of this engine, from the config."""
 
     attention: Literal["eager", "sdpa"] = "sdpa"
 
 
 class TorchEngine(Engine):
-    """Samples from a transformers model, without a key-value cache."""
+    """Engine that samples from a transformers model, without a key-value cache."""
 
     def __init__(self, spec: EngineSpec) -> None:
         options = TorchOptions(**spec.options)
@@ -60,7 +60,7 @@ class TorchEngine(Engine):
         self._turns: dict[RequestId, Turn] = {}
         self._ended: list[tuple[Turn, Finish]] = []
         self._receiver: ChunkReceiver | None = None
-        # Guards the fields above: a step, a change of weights and every call take turns.
+        # Lock for all fields above. A decoding step, a change of weights and a call never run at the same time.
         self._changed = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -169,7 +169,7 @@ class TorchEngine(Engine):
 
 
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """Give the engine one thread: the trainer has the other core."""
+    """Return environment variables that give the engine one thread, because the trainer needs the other core."""
     return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -1,4 +1,4 @@
-"""Every prompt ends in exactly one state, and the sampled tokens are the trained ones."""
+"""Training batches: every prompt ends in exactly one state, and exactly the sampled tokens are trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_each_prompt_ends_once_and_shares_are_whole_groups(rewards: list, skip: 
 
 
 def find_places(batch: TrainingBatch, shares: list) -> list[list[int]]:
-    """Return the places in the batch of each share's sequences."""
+    """Return for each share the indices of its sequences in the batch."""
     order = {id(sequence): index for index, sequence in enumerate(batch.sequences)}
     return [[order[id(sequence)] for sequence in share] for share in shares]
 
@@ -155,7 +155,7 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
 
 
 def spoil_log_probs(group: RolloutGroup, places: dict[int, tuple[int, float]]) -> RolloutGroup:
-    """Return the group with a log-prob of some rollouts, rollout -> (token, value), replaced."""
+    """Return the group with one log-prob replaced in some rollouts. places: rollout -> (sampled token, new value)."""
     rollouts = list(group.rollouts)
     for place, (token, value) in places.items():
         log_probs = rollouts[place].log_probs.copy()
@@ -187,7 +187,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -
         [make_group("a", [1.0, 0.0]), make_group("b", [1.0]), make_group("c", [0.0])], config(skip=False), ADVANTAGE
     )
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
-    # Where the prompt stands nothing is read.
+    # A NaN at a prompt token has no effect.
     columns[0][0] = np.nan
     columns[1][4] = np.inf
     columns[2][2] = np.nan
@@ -201,7 +201,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(name: str) -
     assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
     first, last = after.sequences
     assert first.columns[name] is columns[0] and last.columns[name] is columns[3]
-    # The rest of its group is compared with nothing.
+    # The other rollout of the group has no rollout left to compare with, so its advantage is 0.
     assert after.sequences[0].columns["advantage"][-1] == 0
 
 
@@ -224,7 +224,7 @@ def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_t
     assert left_out == [(token.prompt_id, token.rollout, token.token) for token in expected.left_out]
     assert all(sequence.columns["advantage"].dtype == np.float32 for sequence in after.sequences)
     assert list_column(after.sequences, "advantage") == list_column(expected.sequences, "advantage")
-    # The batch that it was made of is as before.
+    # `add_column` leaves its input batch unchanged.
     assert batch.outcomes == make_batch(groups, config(skip), ADVANTAGE).outcomes
 
 
@@ -250,7 +250,7 @@ def test_an_advantage_of_the_whole_step_is_computed_again_of_what_a_pass_left_in
     spoiled = spoil_log_probs(groups[0], {0: (1, np.nan)})
     expected = make_batch([spoiled, *groups[1:]], config(skip=True), advantage)
     assert list_column(after.sequences, "advantage") == list_column(expected.sequences, "advantage")
-    # The other group's changed too: its mean and deviation are the step's.
+    # Advantages of another group change too, because mean and deviation are those of the whole step.
     assert after.sequences[2].columns["advantage"][-1] != batch.sequences[3].columns["advantage"][-1]
 
 
@@ -302,13 +302,13 @@ def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
 
 
 def compute_column(batch: TrainingBatch) -> list[np.ndarray]:
-    """Return a column that has the number of the sequence and of its token in every value."""
+    """Return for each sequence an array with the value (index of the sequence) + (index of the token) / 10."""
     return [row + np.arange(len(sequence), dtype=np.float32) / 10 for row, sequence in enumerate(batch.sequences)]
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_an_advantage_gets_the_columns_that_it_names_of_each_rollout_of_the_baseline(mask: bool) -> None:
-    """Also of a rollout of two rows, and of a cut rollout without an update."""
+    """The baseline has a rollout of two rows, and a cut rollout that is not trained if the mask is on."""
     pull = ReferencePull(coef=1.0)
     section = replace(config(skip=False), overlong=replace(OVERLONG, mask=mask))
     uncut = make_rewritten_group("p0", 1.0)

@@ -1,4 +1,4 @@
-"""Metrics of a step's episodes."""
+"""Metrics of the episodes that a step's rollouts played in an environment."""
 
 from dataclasses import replace
 from typing import Any

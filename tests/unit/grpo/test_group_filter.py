@@ -1,4 +1,4 @@
-"""Groups that teach nothing, and the fate of cut answers."""
+"""Filtering of groups that teach nothing, and masking of answers cut at the length limit."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def config(by: Filter = None, mask: bool = False) -> GrpoSection:
 
 
 def make_group(name: str, *rollouts: tuple[float | None, bool, bool]) -> RolloutGroup:
-    """Return a group. rollouts: the reward of each, if it is right, and if it is cut."""
+    """Return a group. rollouts: (reward, True if right, True if cut at the limit) of each rollout."""
     task = Task(name, [7, 8], "?", "!")
     scored = []
     for index, (reward, is_right, is_cut) in enumerate(rollouts):
@@ -98,7 +98,7 @@ def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[1][4] = columns[3][4] = np.nan
     after = add_column(batch, "proximal_log_prob", columns, config(by, mask=True), ADVANTAGE)
-    # The masked rollout of b still tells its rollouts apart.
+    # Rollout 1 of b is masked, but its reward still counts in the baseline, so b is not filtered.
     assert after.places == [("b", 2), ("c", 0), ("c", 1)]
     assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}
     assert [sequence.columns["advantage"][-1] for sequence in after.sequences] == [0.5, -0.5, 0.5]

@@ -1,4 +1,4 @@
-"""A recorded group equals the sampled one: every turn marked, with the advantage of each rollout."""
+"""The record of a group has the sampled text with its turns marked, and the advantage of each rollout."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Mismatch of generator and trainer against a per-token loop, and its refusals."""
+"""`mismatch` equals a plain loop over tokens, and refuses invalid input."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_equal_log_probs_have_error_one_and_no_kl() -> None:
 
 
 def test_kl_is_the_generators_to_the_trainers_in_expectation() -> None:
-    """Over every outcome, repeated as often as the generator draws it, k3 sums to the exact divergence."""
+    """If each token occurs as often as the generator samples it, the mean of k3 is the exact KL divergence."""
     generator = np.array([0.5, 0.25, 0.25])
     trainer = np.array([0.25, 0.5, 0.25])
     draws = [0, 0, 1, 2]

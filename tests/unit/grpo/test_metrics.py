@@ -1,4 +1,4 @@
-"""The numbers of a step, computed by hand."""
+"""Metrics of a step equal values that were computed by hand."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/ref
 
 
 def make_group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
-    """Return a group. prompt: tokens of its prompt. rollouts: length, reward and finish of each."""
+    """Return a group. prompt: number of prompt tokens. rollouts: (length, reward, finish) of each rollout."""
     task = Task("p", [1] * prompt, "?", "!")
     scored = []
     for index, (length, reward, finish) in enumerate(rollouts):
@@ -147,7 +147,7 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
         make_group(1, [(1, None, "stop"), (1, None, "stop")]),
         make_group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
     ]
-    # Uniform without the rollout whose log-probs are not finite.
+    # This group is uniform, because the rollout with another reward has a NaN log-prob and is left out.
     groups.append(make_group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
     groups[-1].rollouts[2].log_probs[-1] = np.nan
     batch = make_batch(groups, CONFIG, GroupMean(normalize_std=False))
@@ -183,7 +183,7 @@ def test_waste_is_counted_and_every_token_is_in_one_throughput_or_the_other() ->
     }
     assert turn_metrics(numbers, TIMES, generators=1)["throughput/generation"] == (30 + 6) / 4
     assert speed_metrics(numbers, TIMES, trainers=1, devices=1)["throughput/effective"] == (14 + 18) / 10
-    # Without a filter nothing is wasted, and nothing is said.
+    # Without a filter there are no metrics of filtered or wasted groups.
     off = replace(CONFIG, dynamic_sampling=DynamicSamplingSection(None, 3.0))
     assert sampling_metrics([taught], batch, Waste(), off) == {}
 
@@ -272,8 +272,8 @@ def test_a_refit_tells_its_parts() -> None:
     [
         ({}, True),
         ({"age/share_0": 1.0}, True),
-        ({"age/share_0": 0.9}, False),  # older weights sampled: the policy has moved since
-        ({"age/share_0": 0.9, "importance/mean": 1.0}, True),  # but not from its own log-probs
+        ({"age/share_0": 0.9}, False),  # the ratio is relative to older weights, from which the policy has moved
+        ({"age/share_0": 0.9, "importance/mean": 1.0}, True),  # the ratio is relative to the trainer's log-probs
     ],
 )
 def test_the_share_that_bounds_hold_before_the_policy_moves_is_the_first_updates(

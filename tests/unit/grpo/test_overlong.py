@@ -42,7 +42,7 @@ def make_group(*lengths: int) -> RolloutGroup:
 
 
 def add_score(rollout: Rollout) -> Rollout:
-    """Return a rollout with its score: 1, but an answer of 9 tokens has a reward that fails."""
+    """Return the rollout with a score of 1. The reward of an answer with 9 tokens fails instead."""
     has_failed = rollout.num_sampled == 9
     reward = None if has_failed else 1.0
     return replace(rollout, score=Score(reward, {"exact": reward}, None, not has_failed))

@@ -15,7 +15,7 @@ from rlctl.workers.errors import Failure, WorkerError
         (1.0555, 1.0576, True),
         (1.0519, 1.0486, True),
         (1.03, 1.07, False),
-        # The trainer is the side that computes something else.
+        # Only the trainer is far from the float32 pass, so the trainer computes something else.
         (1.3, 1.04, False),
         (math.inf, math.inf, False),
         (math.nan, 1.05, False),
@@ -40,9 +40,9 @@ def test_a_gap_in_float32_and_one_without_a_second_pass_are_not_explained() -> N
 @pytest.mark.parametrize(
     ("engine", "trainer", "agrees"),
     [
-        # Within the bound nothing is measured.
+        # The gap is within the bound, so the second measurement, here NaN, is not used.
         (1.000009, math.nan, True),
-        # A deep model, whose trainer rounds more too.
+        # In a deep model the trainer too differs more from itself.
         (1.00006, 1.000004, True),
         (1.00006, 1.000001, False),
         (1.00006, 1.0, False),
@@ -80,7 +80,7 @@ def test_a_second_pass_that_fails_leaves_the_gap_as_the_reason() -> None:
         (1.05, 1.049, "bfloat16", 1.05),
         (1.05, 1.06, "bfloat16", 1.12),
         (1.5, 1.06, "bfloat16", 1.5),
-        # A stricter bound is the user's own, and a smaller gap was not examined.
+        # The user configured a stricter bound than the dtype's, so the bound stays.
         (1.02, 1.06, "bfloat16", 1.02),
         (1.05, 1.0005, "float32", 1.05),
     ],

@@ -1,6 +1,6 @@
-"""A validation of weights that another algorithm trains: when engines get them, and when they rest.
+"""Validation of weights that another algorithm trains: when engines get the weights, and when engines sleep.
 
-And the warning of a validation whose accuracy no answer can raise.
+Also tests the warning about a validation in which no answer can count as right.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from rlctl.rollout.types import Rollout, RolloutGroup
 
 
 class CallLog:
-    """Log of a validation's calls of the pool, its samples and its records, in order."""
+    """Stand-in for pool, validation and recorder that logs all calls in order, for example "sync 5"."""
 
     def __init__(self, version: int, sleeps: bool) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""One rank computes with casts of its weights: bit for bit as a model in that dtype, with float32 gradients."""
+"""A single rank casts float32 weights in each pass: outputs equal those of a bfloat16 model, gradients are float32."""
 
 import copy
 
@@ -14,7 +14,7 @@ HALF = torch.bfloat16
 
 
 class Tied(nn.Module):
-    """Model of two equal layers, a tied output, and a scale that stays float32."""
+    """Model of two equal layers, an output tied to the embedding, and a scale that stays float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_results_are_those_of_a_model_in_the_dtype_and_gradients_are_float32(rec
     assert gradients.keys() == expected_gradients.keys() == parameters.keys()
     for name, expected in expected_gradients.items():
         assert gradients[name].dtype == torch.float32 and torch.equal(gradients[name], expected.float()), name
-    # Parameters are in their places again, and a second pass adds up in float32.
+    # The modules have their float32 parameters again, and a second pass adds to their gradients in float32.
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     first_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     _, summed_gradients = run_backward(model, tokens, factor)

@@ -1,4 +1,4 @@
-"""A run with another tokenizer than the model folder's exports that one, also when both folders are gone."""
+"""A run that trains with another tokenizer than the model's exports that tokenizer, even if folders were deleted."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chunked log-probs equal the naive ones in float64, and never hold more logits than a chunk."""
+"""`chunked_log_probs` equals log-probs from all logits at once in float64, and stores at most one chunk of logits."""
 
 import shutil
 import weakref
@@ -15,7 +15,7 @@ from tests.compiled import new_graphs
 
 
 def naive_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return the log-prob of each target, and entropy, from all logits at once."""
+    """Return the log-prob of each target, and the entropy at each row, computed from all logits at once."""
     log_p = (hidden @ weight.T / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
@@ -49,7 +49,7 @@ def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunk: in
         torch.testing.assert_close(tensor.double(), expected, atol=2e-5, rtol=1e-5)
 
 
-# One family for each function between head and logits, and one whose head has a bias.
+# One model family for each function that transforms logits, and one whose head has a bias.
 HEADS: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0},
     "cohere2": {"logit_scale": 0.3, "layer_types": ["full_attention"]},
@@ -146,7 +146,7 @@ def test_kept_logits_are_not_made_twice_and_change_no_bit(kept_rows: int, remade
 
 
 class Products(TorchDispatchMode):
-    """Counter of matrix products, and of the results that are alive at a time."""
+    """Counts matrix products, and the largest number of products that were alive at the same time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,10 +220,10 @@ def test_a_frozen_head_has_no_gradient_and_costs_no_memory_for_one(rows: int) ->
     torch.testing.assert_close(*gradients, atol=0, rtol=0)
 
 
-@pytest.mark.long  # It compiles.
+@pytest.mark.long  # The test runs torch.compile.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None:
-    """Compiling for the later of the two packs cost a step of a run 10 s."""
+    """Without shared graphs, the step with the first pack of the other kind took 10 s more to compile."""
     hidden, weight, targets = make_example(40)
 
     def run_pack(rows: int) -> None:

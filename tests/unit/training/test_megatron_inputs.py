@@ -1,4 +1,4 @@
-"""Each of several context-parallel ranks takes its part of a pack."""
+"""PackSlicer gives each context-parallel rank its part of a pack."""
 
 import numpy as np
 import pytest
@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def megatron() -> None:
-    """Import megatron in these tests, and not in every process that collects them: 0.8 s."""
+    """Import megatron only when these tests run. An import at the top would cost 0.8 s in each collecting process."""
     pytest.importorskip("megatron.core")
 
 
 def make_rotary_table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of [1, T, dim], as a rotary module does; here of the positions themselves."""
+    """Stand in for a rotary embedding: return two [1, T, dim] filled with the positions and the negated positions."""
     numbers = positions[..., None].to(like.dtype).expand(-1, -1, 4)
     return numbers, -numbers
 

@@ -101,9 +101,9 @@ def test_a_sequence_above_the_limit_names_the_knob() -> None:
 
 
 def test_packing_counts_room_that_only_keeps_ranks_in_step() -> None:
-    # Rank 0 gets 60 and rank 1 40 and 10: one micro-batch each.
+    # Rank 0 gets the sequence of 60 tokens, rank 1 those of 40 and 10. Each rank has one micro-batch.
     assert packing([[60, 40, 10]], 2, 100) == PackingStats(1, 1.0, 110 / 200, pytest.approx(60 / 55))
-    # One rank needs two micro-batches, so the other has a second one, empty.
+    # One rank needs two micro-batches, so the other rank gets an empty second micro-batch.
     of_two_steps = packing([[90, 80, 20], [50]], 2, 100)
     assert of_two_steps == PackingStats(2, 1.0, 240 / 400, pytest.approx((100 + 50) * 2 / 240))
     assert str(packing([[100, 100, 50]], 1, 100)) == "3 micro-batches a rank and step, 83% full"

@@ -1,4 +1,4 @@
-"""Tensors leave their memory, come back bit by bit, and lie in one host buffer meanwhile."""
+"""Offloaded tensors free their device memory, are in one host buffer meanwhile, and come back without a changed bit."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from rlctl.training.offload import OffloadedTensors, OffloadManager
 
 
 def make_tensors() -> list[Tensor]:
-    """Make tensors of several shapes and dtypes, one a view of another, one empty."""
+    """Return tensors of several shapes and dtypes. The second is a view of the first, the fourth is empty."""
     flat = torch.arange(1000.0)
     return [flat, flat[3:7], torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(), torch.empty(0), torch.tensor(2.5)]
 
@@ -21,14 +21,14 @@ ALL_BYTES = 4000 + 12 + 4
 
 
 def device_bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of device memory. Views count once."""
+    """Return the bytes of memory that the tensors use. Memory that several tensors share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 @pytest.fixture
 def table() -> Residency:
-    """Return the table of a run whose optimizer state is on the host for log-probs alone."""
+    """Return the table of a run whose optimizer state is on the host in the phase log_probs and nowhere else."""
     return {
         phase: {"parameters": "device", "gradients": "none", "optimizer": "host" if phase == "log_probs" else "device"}
         for phase in PHASES
@@ -37,7 +37,7 @@ def table() -> Residency:
 
 @pytest.fixture
 def move_everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let even the state of a CPU trainer move."""
+    """Offload tensors of a CPU trainer too, which are normally left in host memory."""
     monkeypatch.setattr(offload, "_select_movable", list)
     yield
 

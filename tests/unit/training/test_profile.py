@@ -1,4 +1,4 @@
-"""A profile of a device: the time that it worked, however many streams it worked on."""
+"""A profile's busy time: time in which several streams work at once counts once."""
 
 import pytest
 

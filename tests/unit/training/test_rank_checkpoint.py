@@ -1,4 +1,4 @@
-"""Copies of a rank's state lie in memory that earlier steps took, and no copy lies in two locked parts."""
+"""Saving of a rank's state: host copies use a buffer allocated before, and no copy crosses two page-locked parts."""
 
 import weakref
 from concurrent.futures import Future
@@ -75,7 +75,7 @@ def test_files_that_are_written_as_the_wait_for_them_ends_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Late(Future[Any]):
-        """Future whose work ends after the wait has, and before anybody looks again."""
+        """Future that raises TimeoutError although its work has just finished."""
 
         def result(self, timeout: float | None = None) -> Any:
             files = super().result()

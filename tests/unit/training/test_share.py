@@ -1,4 +1,4 @@
-"""A rank's micro-batches survive the journey as columns."""
+"""`RankBatch` turns micro-batches into arrays and back without a change."""
 
 from dataclasses import replace
 from itertools import chain

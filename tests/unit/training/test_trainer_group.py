@@ -1,4 +1,4 @@
-"""A batch goes to the ranks: shares, calls, totals, and errors of the ranks."""
+"""TrainerGroup splits a batch over the ranks, calls the ranks, counts tokens, and passes on the ranks' errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
 
 
 class Recorder:
-    """Group of two ranks that only notes its calls. failures: method -> the error of its call."""
+    """Group of two ranks that records calls instead of running them. failures: method -> error that its call raises."""
 
     def __init__(self, metrics: dict[str, float] | None = None, **failures: Exception) -> None:
         self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []
@@ -102,7 +102,7 @@ def test_the_step_knows_the_totals_of_all_parts(in_parts: bool) -> None:
         for part in ([sequence(5), sequence(3)], [sequence(4)], []):
             update.accumulate(part)
     assert update.parts == 2
-    # Parts go at once where more are being sampled; else the last one travels with the step.
+    # With `in_parts` each part is sent at once. Otherwise the last part is sent with the optimizer step.
     methods = ["accumulate", "accumulate", "train"] if in_parts else ["accumulate", "train"]
     assert group.methods == methods
     sent_tokens = []
@@ -115,7 +115,7 @@ def test_the_step_knows_the_totals_of_all_parts(in_parts: bool) -> None:
 
 @dataclass(frozen=True)
 class WholeLoss(NllLoss):
-    """Loss that reads all rows of a rollout together."""
+    """Loss that needs all rows of a rollout in one micro-batch."""
 
     needs: ClassVar[LossNeeds] = LossNeeds(whole_rollouts=True)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of an update: gradients divided and clipped in one pass, refused when they are not finite."""
+"""Arithmetic of an update: gradients are divided and clipped in one pass, and refused if they are not finite."""
 
 import math
 
@@ -58,5 +58,5 @@ def test_the_norm_of_many_elements_loses_none_on_a_cpu() -> None:
     gradient = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).repeat(20)
     exact = float(gradient[:1_000_000].double().square().sum() * 20) ** 0.5
     assert float(gradient_norm([gradient])) == pytest.approx(exact, rel=1e-7)
-    # torch sums in float32 and misses it.
+    # torch's norm, summed in float32, is off by more than 1e-4.
     assert float(torch.nn.utils.get_total_norm([gradient])) != pytest.approx(exact, rel=1e-4)

@@ -1,11 +1,11 @@
-"""Weight decay reaches the matrices of transformers' own grouping in every family, and no norm and no bias."""
+"""In every model family weight decay applies to the matrices that transformers decays, and to no norm or bias."""
 
 import torch
 
 from rlctl.training.update import decayed_names
 from tests.zoo import FAMILIES, family_config
 
-# Parameters without decay that are neither a norm's nor a bias: vectors, which transformers' grouping decays.
+# Vectors that are neither norm weights nor biases. transformers decays these parameters, rlctl does not.
 VECTORS = ("A_log", "D", "sinks", "alpha_p", "alpha_n", "scale", "per_expert_scale")
 
 
@@ -13,7 +13,7 @@ def test_the_matrices_of_every_family_decay_as_transformers_groups_them() -> Non
     from transformers import AutoModelForCausalLM, Trainer
 
     configs = {name: family_config(name) for name in FAMILIES}
-    # Queries and keys have matrices of norms.
+    # In this family the norms of queries and keys have matrices as weights.
     configs["cohere with norms"] = family_config("cohere", use_qk_norm=True)
     for family, config in configs.items():
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Columns of rollouts, an advantage's possible results, and their spread over the sampled tokens."""
+"""Input arrays of an advantage, the shapes that it may return, and how values become advantages of sampled tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tests.scored import columns
 
 @dataclass(frozen=True)
 class FixedAdvantage(Advantage):
-    """Advantages that a test gives."""
+    """Advantage that returns the values of a test's function."""
 
     values: Callable[[ScoredRollouts], Any]
 
@@ -26,7 +26,7 @@ class FixedAdvantage(Advantage):
 
 
 def spread_over_tokens(values: Any, turns: list[list[int]]) -> list[list[float]]:
-    """Return the advantages of each rollout's tokens. turns: the turn of each token."""
+    """Return for each rollout the advantages of its tokens. values: result of the advantage. turns: of each token."""
     rollouts = columns([0.0] * len(turns), [0] * len(turns), turns=turns)
     advantages = token_advantages(FixedAdvantage(lambda _: values), rollouts)
     return [of_rollout.tolist() for of_rollout in advantages]

@@ -1,4 +1,4 @@
-"""Every advantage of rlctl equals its definition in plain Python, for any order, groups and sizes."""
+"""Every advantage of rlctl equals its formula in plain Python, for any order of rollouts and any group sizes."""
 
 import math
 import statistics
@@ -31,13 +31,13 @@ PLAIN = GroupMean(False)
 STD = GroupMean(True)
 LOO = LeaveOneOut(False)
 LOO_STD = LeaveOneOut(True)
-# Added to each deviation that is a divisor.
+# Added to every standard deviation before it divides.
 EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
 class ToyRollout:
-    """A rollout. Its reward is the weighted sum of two."""
+    """A rollout whose reward is the weighted sum of two rewards, exact and brevity."""
 
     group: int
     exact: float
@@ -54,7 +54,7 @@ class ToyRollout:
 
 
 def make_columns(step: list[ToyRollout]) -> Any:
-    """Return the columns of the rollouts of a step."""
+    """Return the `ScoredRollouts` of a step."""
     return columns(
         [rollout.reward for rollout in step],
         [rollout.group for rollout in step],
@@ -66,7 +66,7 @@ def make_columns(step: list[ToyRollout]) -> Any:
 
 
 def list_group(step: list[ToyRollout], rollout: ToyRollout) -> list[ToyRollout]:
-    """Return the rollouts of a rollout's group."""
+    """Return all rollouts in the group of `rollout`."""
     return [member for member in step if member.group == rollout.group]
 
 
@@ -125,7 +125,7 @@ def quantile(step: list[ToyRollout], rollout: ToyRollout, share: float) -> float
 
 
 def pass_at_k(step: list[ToyRollout], rollout: ToyRollout, k: int) -> float:
-    """Count subsets: each is worth 1 if one member is right, and a rollout the mean of its subsets."""
+    """Return the advantage by enumeration: a subset of k earns 1 if a member is right, a rollout its subsets' mean."""
     group = list_group(step, rollout)
     if len(group) <= k:
         return 0.0
@@ -155,7 +155,7 @@ OF_GROUPS = [advantage for advantage in ALL if advantage.scope == "group"]
 NOT_PASS_AT_K = [advantage for advantage in ALL if not isinstance(advantage, PassAtK)]
 with_every_advantage = pytest.mark.parametrize("advantage", ALL, ids=str)
 with_every_group_advantage = pytest.mark.parametrize("advantage", OF_GROUPS, ids=str)
-# Eighths: sums and differences of rewards are exact, so that equal ones are equal in the references too.
+# Rewards are multiples of 1/8, whose sums and differences are exact. So equal rewards are equal in the references too.
 eighths = st.integers(-32, 32).map(lambda number: number / 8)
 exact_rewards = st.sampled_from([0.0, 0.5, 1.0]) | eighths
 toy_rollouts = st.builds(ToyRollout, st.integers(-2, 2), exact_rewards, eighths, st.integers(1, 4))
@@ -222,7 +222,7 @@ def test_a_uniform_group_beside_others_gets_exactly_zero(advantage: Advantage) -
 def test_a_group_equal_but_for_rounding_does_not_explode(advantage: Advantage) -> None:
     rewards = [0.1 + 0.2, 0.3, 0.3]
     advantages = first_tokens(advantage, columns(rewards, [0, 0, 0], {"exact": rewards}, {"exact": 1}))
-    # Two divisions by a deviation near 0.
+    # Gdpo divides twice by a deviation near 0, so its advantages may be larger.
     assert np.abs(advantages).max() < (1e-4 if isinstance(advantage, Gdpo) else 1e-9)
 
 
@@ -245,7 +245,7 @@ def test_std_is_the_sample_standard_deviation_plus_a_millionth() -> None:
 
 
 def test_the_same_prompt_drawn_twice_is_two_groups() -> None:
-    """Equal prompts, and even equal rewards in them, do not merge: only the identity counts."""
+    """Groups with equal prompts, and even equal rewards, are not merged, because only the group's number counts."""
     rewards = [1.0, 0.0, 1.0, 1.0]
     np.testing.assert_allclose(first_tokens(PLAIN, columns(rewards, [0, 0, 1, 1])), [0.5, -0.5, 0.0, 0.0])
     np.testing.assert_allclose(first_tokens(PLAIN, columns(rewards, [0, 0, 0, 0])), [0.25, -0.75, 0.25, 0.25])
@@ -263,7 +263,7 @@ def test_batch_normalised_advantages_of_the_steps_tokens_have_mean_zero_and_vari
         tokens = np.repeat(worth, counts)
         assert abs(tokens.sum()) < 1e-6 * len(tokens)
         if worth.any():
-            # A millionth is added to the deviation.
+            # The advantage divides by the deviation plus 1e-6.
             deviation = np.repeat(values, counts).std(ddof=1)
             assert math.isclose(tokens.var(ddof=1), (deviation / (deviation + 1e-6)) ** 2, rel_tol=1e-4)
 
@@ -277,7 +277,7 @@ def test_gdpo_has_mean_zero_and_variance_one_over_the_rollouts(step: list[ToyRol
 
 
 def test_gdpo_keeps_apart_what_the_sum_of_rewards_makes_equal() -> None:
-    """The example of arXiv 2601.05242, section 3.1: sums (1, 1, 1) of rewards (1, 1, 0) and (0, 0, 1)."""
+    """Take the example of arXiv 2601.05242, section 3.1: rewards (1, 1, 0) and (0, 0, 1), whose sums are (1, 1, 1)."""
     parts = {"exact": [1.0, 1.0, 0.0], "form": [0.0, 0.0, 1.0]}
     rollouts = columns([1.0] * 3, [0] * 3, parts, {"exact": 2.0, "form": 1.0})
     assert not first_tokens(STD, rollouts).any()
@@ -287,7 +287,7 @@ def test_gdpo_keeps_apart_what_the_sum_of_rewards_makes_equal() -> None:
 
 @pytest.mark.parametrize(("right", "learns"), [(1, "right"), (6, "right"), (7, "wrong"), (9, "wrong")])
 def test_a_quantile_of_0_4_learns_from_rare_successes_or_from_rare_failures(right: int, learns: str) -> None:
-    """arXiv 2509.22611, equation 4: the baseline is 0 where the share of right answers is at most 0.6, and 1 above."""
+    """Check arXiv 2509.22611, equation 4: the baseline is 0 if at most 0.6 of the answers are right, otherwise 1."""
     rewards = [1.0] * right + [0.0] * (10 - right)
     worth = first_tokens(QuantileBaseline(0.4), columns(rewards, [0] * 10))
     if learns == "right":
@@ -312,7 +312,7 @@ def test_pass_at_1_is_the_mean_baseline_and_pass_at_k_rewards_the_rare_success_m
     deviation = math.sqrt(1 / 8 * 7 / 8) + 1e-6
     np.testing.assert_allclose(first_tokens(PassAtK(1), rollouts), first_tokens(PLAIN, rollouts) / deviation, rtol=1e-6)
     often = columns([1.0] * 7 + [0.0], [0] * 8, right=[True] * 7 + [False])
-    # Any two have a right one: nothing is left to learn.
+    # Only one rollout is wrong, so every pair contains a right one, and all advantages are 0.
     assert not first_tokens(PassAtK(2), often).any()
     rare = [first_tokens(PassAtK(k), rollouts) for k in (1, 4)]
     assert rare[1][1] > rare[0][1]

@@ -1,4 +1,4 @@
-"""A user's advantage tried before a run starts."""
+"""`try_advantage` finds errors in a user's advantage before a run starts."""
 
 from pathlib import Path
 

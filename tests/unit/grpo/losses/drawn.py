@@ -1,4 +1,4 @@
-"""Losses for tests: each of rlctl's own with its defaults, and drawn by hypothesis with any of its options."""
+"""Losses for tests: every loss of rlctl with its defaults, and with options that hypothesis draws."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ _OWN: dict[str, dict[str, list[Any]]] = {
 
 
 def load_loss(*overrides: str) -> PolicyLoss:
-    """Return the loss of a run with these keys."""
+    """Return the loss of a run with these overrides, for example "grpo.loss=gspo"."""
     return make_loss(load("grpo", None, list(overrides)).settled)
 
 
@@ -45,11 +45,11 @@ DEFAULTS = {name: load_loss(f"grpo.loss={name}") for name in LOSSES}
 
 
 def options(name: str) -> st.SearchStrategy[PolicyLoss]:
-    """Return a strategy of the losses of a name with any of its options."""
+    """Return a hypothesis strategy that draws the loss `name` with any of its options."""
     values = {key: st.sampled_from(choices) for key, choices in {**_SHARED, **_OWN[name]}.items()}
     return st.builds(type(DEFAULTS[name]), **values)
 
 
 losses = st.one_of([options(name) for name in LOSSES])
-# Lengths of each rollout's rows.
+# Draws for each rollout the lengths of its rows.
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=3)

@@ -1,6 +1,6 @@
-"""Every loss by its paper's formula: plain loops over tokens, float64 scalars, gradients by autograd, no batch.
+"""Every loss by its paper's formula: plain loops over tokens, with float64 scalars and gradients from autograd.
 
-`POLICY` has one function of at most 20 lines a loss; all losses share `reference`.
+`POLICY` has one function of at most 20 lines for each loss, and `reference` computes the terms that all losses share.
 """
 
 import math
@@ -29,7 +29,7 @@ def shrink_of(loss: PolicyLoss, row: MadeUpRow, t: int) -> float:
 
 
 def clip_surrogate(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
-    """Return PPO's -min(r A, clip(r) A), and for A < 0 at most -dual_clip A."""
+    """Return PPO's -min(r A, clip(r) A). For A < 0 the result is at most -dual_clip A."""
     low = 1 - loss.clip_low * shrink
     high = 1 + loss.clip_high * shrink
     clip = r
@@ -87,7 +87,7 @@ POLICY: dict[str, Callable[[Any, Sequence[MadeUpRow], MadeUpRow, int], Tensor]] 
 
 
 def trained_places(row: MadeUpRow) -> list[int]:
-    """Return the places of the tokens that train."""
+    """Return the indices of the tokens at which the mask is true."""
     return [t for t in range(len(row.mask)) if row.mask[t]]
 
 
@@ -96,7 +96,7 @@ def is_within(number: float, bounds: tuple[float, float] | None) -> bool:
 
 
 def importance(loss: PolicyLoss, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> float:
-    """Return the weight w of one token."""
+    """Return the importance weight w of token t of `row`. rollout: all rows of its rollout."""
     if loss.proximal == "rollout":
         return 1.0
     rho = (old_log_prob(loss, row, t) - row.columns[MU][t]).exp().item()
@@ -122,7 +122,7 @@ def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
 
 
 def reference(loss: PolicyLoss, rows: Sequence[MadeUpRow]) -> tuple[Tensor, dict[str, float]]:
-    """Return the update's loss, with gradient, and its policy, KL and entropy terms."""
+    """Return the loss of an update over `rows`, with gradient, and its policy, KL and entropy terms by name."""
     tokens = sum(len(trained_places(row)) for row in rows)
     rollouts = len({row.rollout for row in rows})
     sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "entropy")}

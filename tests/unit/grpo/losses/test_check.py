@@ -1,4 +1,4 @@
-"""`check_loss` finds each violation of a loss's contract by a separate check, and tells the remedy."""
+"""`check_loss` finds each violation of the contract of `PolicyLoss` by one check, whose text names the remedy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -14,7 +14,7 @@ from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss
 
 @dataclass(frozen=True)
 class Plain(PolicyLoss):
-    """-A log pi: keeps the contract."""
+    """-A log pi, a loss that keeps the contract."""
 
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
         return PolicyTerm(-tokens.advantage * tokens.log_prob)
@@ -75,13 +75,13 @@ class HasNoGradient(Plain):
 
 
 def make_default(kind: type[PolicyLoss]) -> PolicyLoss:
-    """Return a loss with the options that the default GRPO loss has."""
+    """Return a loss of class `kind` with the options of the default GRPO loss."""
     base = DEFAULTS["grpo"]
     return kind(**{option.name: getattr(base, option.name) for option in fields(PolicyLoss)})
 
 
 def find_problems(loss: PolicyLoss) -> dict[str, str]:
-    """Return the problem of each check that fails."""
+    """Return name of the check -> problem, for each check that fails."""
     return {check.name: check.problem for check in check_loss(loss) if check.problem}
 
 

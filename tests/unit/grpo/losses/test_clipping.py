@@ -1,4 +1,4 @@
-"""Where a bound holds a token: value and gradient of one token at a time, and that no far outlier takes an update."""
+"""Clipping in the losses: value and gradient of single tokens, and a far outlier does not dominate an update."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,10 @@ GRPO: Any = DEFAULTS["grpo"]
 
 
 def measure_token(loss: PolicyLoss, ratio: float, advantage: float) -> tuple[float, float]:
-    """Return the loss of one token with mu e^-1, and its derivative by the token's log-prob."""
+    """Return the loss of one token, and its derivative with respect to the token's log-prob.
+
+    ratio: pi / q of the token. The generator and the old policy have probability e^-1.
+    """
     row = one_token(math.log(ratio) - 1.0, -1.0, advantage)
     measured = outcome(loss, [[row]], [row])
     return measured.loss, measured.gradients[0].item()
@@ -28,13 +31,13 @@ def measure_token(loss: PolicyLoss, ratio: float, advantage: float) -> tuple[flo
     [
         (1.0, 2.0, None, -2.0, -2.0),  # on policy the gradient is that of REINFORCE
         (1.2, 1.0, None, -1.2, -1.2),  # within 1 + clip_high
-        (1.5, 1.0, None, -1.28, 0.0),  # held by clip_high
-        (0.5, 1.0, None, -0.5, -0.5),  # below is free when the advantage pulls up
-        (0.5, -1.0, None, 0.8, 0.0),  # held by clip_low
-        (1.5, -1.0, None, 1.5, 1.5),  # above is free when the advantage pushes down
+        (1.5, 1.0, None, -1.28, 0.0),  # clipped by clip_high
+        (0.5, 1.0, None, -0.5, -0.5),  # a small ratio is not clipped if A > 0
+        (0.5, -1.0, None, 0.8, 0.0),  # clipped by clip_low
+        (1.5, -1.0, None, 1.5, 1.5),  # a large ratio is not clipped if A < 0
         (9.0, -1.0, None, 9.0, 9.0),
-        (9.0, -1.0, 3.0, 3.0, 0.0),  # above is held by dual_clip
-        (9.0, 1.0, 3.0, -1.28, 0.0),  # positive advantages never see dual_clip
+        (9.0, -1.0, 3.0, 3.0, 0.0),  # unless dual_clip clips it
+        (9.0, 1.0, 3.0, -1.28, 0.0),  # dual_clip has no effect if A > 0
     ],
 )
 def test_grpo_case_by_case(
@@ -55,10 +58,10 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio: float, weight: fl
 @pytest.mark.parametrize(
     ("ratio", "advantage", "slope"),
     [
-        (1.5, 1.0, -1.5),  # 0.18 more probable
-        (1.6, 1.0, 0.0),  # 0.22 more probable: left out
-        (1.6, -1.0, 1.6),  # pulled back
-        (0.4, -1.0, 0.0),  # 0.22 less probable: left out
+        (1.5, 1.0, -1.5),  # probability 0.18 higher: within the region
+        (1.6, 1.0, 0.0),  # 0.22 higher, and A > 0 raises it further: left out
+        (1.6, -1.0, 1.6),  # 0.22 higher, but A < 0 lowers it
+        (0.4, -1.0, 0.0),  # 0.22 lower, and A < 0 lowers it further: left out
         (0.4, 1.0, -0.4),
     ],
 )
@@ -81,7 +84,7 @@ def test_gspo_clips_a_rollout_whole() -> None:
 
 
 def measure_first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
-    """Return the metrics of a first update, whose engine rounds the trainer's log-probs by `noise` nats."""
+    """Return the metrics of a step's first update. Engine and trainer differ by `noise` nats at each token."""
     rows = made_up_rows(0, [[65]] * 256)
     random = torch.Generator().manual_seed(1)
     for row in rows:
@@ -95,7 +98,7 @@ def measure_first_update(loss: PolicyLoss, noise: float) -> dict[str, float]:
 @pytest.mark.parametrize("settings", [(), ("grpo.updates_per_step=2",), ("async.enabled=true",)])
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_default_clips_the_rounding_of_bfloat16(name: str, settings: tuple[str, ...]) -> None:
-    # Measured on the tiny model in bfloat16: a gap of 0.006 on the mean.
+    # On the tiny model in bfloat16 the mean difference of log-probs is 0.006 nats.
     metrics = measure_first_update(load_loss(f"grpo.loss={name}", *settings), noise=0.01)
     assert metrics["ratio/clipped_first"] == 0.0
 
@@ -106,7 +109,10 @@ def test_gspo_against_the_engines_log_probs_clips_the_rounding() -> None:
 
 
 def share_of_outlier(loss: Any, mu: float, advantage: float, reference: float) -> float:
-    """Return the share of one token of 512 in the gradient's norm. Its pi is e^-1; the others are on policy."""
+    """Return |gradient of one outlier| / (norm of the gradients of all 512 tokens).
+
+    The outlier has probability e^-1 under the policy and log-prob `mu` under the generator. Other tokens are on-policy.
+    """
     rows = made_up_rows(0, [[8]] * 64, spread=0.01)
     for row in rows:
         row.mask[1:] = True

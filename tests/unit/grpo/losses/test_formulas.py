@@ -45,7 +45,7 @@ def test_no_reference_is_longer_than_20_lines() -> None:
 
 @pytest.mark.parametrize("name", ["gspo", "grpo"])
 def test_the_rows_of_a_rollout_weigh_as_one_row(name: str) -> None:
-    """A rollout cut in two rows has the loss of the one that is not cut."""
+    """A rollout that is cut into two rows has the same loss as the rollout in one row."""
     overrides = [f"grpo.loss={name}"]
     if name == "grpo":
         overrides.append("grpo.loss.reduction=sequence")

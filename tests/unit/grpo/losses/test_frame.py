@@ -1,4 +1,4 @@
-"""The frame of every loss: its metrics, invariances and inputs, its making, and its travel."""
+"""Properties that all losses share: metrics, independence of packing, declared inputs, construction and pickling."""
 
 import math
 import pickle
@@ -29,7 +29,7 @@ FULL = replace(
 
 
 def measure_token(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> dict[str, float]:
-    """Return the metrics of one token of the GRPO loss, in Python floats."""
+    """Return the metrics of the GRPO loss at token t of `row`, computed with Python floats."""
     pi = row.log_probs[t].exp().item()
     q = old_log_prob(loss, row, t).exp().item()
     mu = row.columns[MU][t].exp().item()
@@ -62,7 +62,7 @@ def measure_token(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: in
 
 
 def average_metrics(loss: Any, rows: Sequence[MadeUpRow]) -> tuple[dict[str, float], float]:
-    """Return the means over tokens of the GRPO loss and its largest ratio, a token at a time."""
+    """Return the GRPO loss's metrics, averaged over tokens in a plain loop, and the largest ratio."""
     values: dict[str, list[float]] = {}
     for row in rows:
         rollout = [sibling for sibling in rows if sibling.rollout == row.rollout]
@@ -89,7 +89,10 @@ def test_metrics_equal_plain_means_over_tokens(loss: PolicyLoss, seed: int, leng
 def test_packing_and_order_change_neither_loss_nor_gradient_nor_metrics(
     loss: PolicyLoss, seed: int, lengths: list[list[int]], data: st.DataObject
 ) -> None:
-    """Rows in any order in any number of micro-batches, whole rollouts where the loss needs them: one micro-batch."""
+    """Compare one micro-batch with the same rows in any order, spread over any number of micro-batches.
+
+    A loss that needs whole rollouts gets all rows of a rollout in one micro-batch.
+    """
     rows = made_up_rows(seed, lengths)
     order = data.draw(st.permutations(rows))
     keys = [row.rollout if loss.needs.whole_rollouts else index for index, row in enumerate(order)]
@@ -159,7 +162,7 @@ def test_current_is_recompute_without_the_pass_while_the_policy_is_unchanged() -
     (2.0, (0.5, 5.0), 2.0), (2.0, (0.5, 3.0), 0.0),
 ])  # fmt: skip
 def test_weights_of_tis_icepop_and_both(cap: float | None, mask: tuple[float, float] | None, weight: float) -> None:
-    """A token with rho 4: truncated (TIS), kept at rho within the mask (IcePop), or left out."""
+    """The weight of a token with rho 4 is cut to the cap (TIS), stays rho within the mask (IcePop), or is 0."""
     rows = made_up_rows(0, [[2]])
     rows[0].mask[1] = True
     rows[0].columns |= {"advantage": torch.ones(2, dtype=torch.float64)}

@@ -1,4 +1,4 @@
-"""The KL term's gradient: the true descent of each estimator, summed exactly over all tokens."""
+"""The KL term's gradient in expectation, computed exactly as a sum over the whole vocabulary."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from tests.unit.grpo.losses.drawn import DEFAULTS
 
 
 def average_kl_gradient(loss: PolicyLoss, logits: Tensor, mu: Tensor, reference: Tensor) -> Tensor:
-    """Return the gradient of the KL term alone, averaged exactly over every token the generator could have drawn."""
+    """Return the expected gradient of the KL term by `logits`: the exact mean over tokens sampled from `mu`."""
     policy = logits.log_softmax(-1)
     total = torch.zeros((), dtype=torch.float64)
     for token in range(len(mu)):
@@ -33,7 +33,7 @@ def average_kl_gradient(loss: PolicyLoss, logits: Tensor, mu: Tensor, reference:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("proximal", ["rollout", "recompute"])
 def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, proximal: Any) -> None:
-    """Compare with the gradient of KL(pi || ref) for k1 and k3, and of E_pi[k2] for k2; for tokens of any policy."""
+    """k1 and k3 have the gradient of KL(pi || ref), k2 that of E_pi[k2], whichever policy sampled the tokens."""
     random = torch.Generator().manual_seed(1)
     logits, mu_logits, reference_logits = torch.randn(3, 5, generator=random, dtype=torch.float64)
     mu = mu_logits.softmax(-1)
@@ -49,7 +49,7 @@ def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, pro
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_bound_that_binds_leaves_no_gradient_and_never_turns_its_sign(estimator: Any) -> None:
-    """Under a bound the term pulls towards the reference as before, or not at all."""
+    """With a bound, the gradient of the KL term has the same sign as without, or is 0."""
     for gap in torch.linspace(-16, 16, 65, dtype=torch.float64).tolist():
         row = one_token(-1.0, -1.0, 0.0)
         row.columns["reference_log_prob"] = row.log_probs.detach() + gap
