@@ -69,7 +69,7 @@ class PlacementSection:
     )
     cpus_per_process: float = spec("On a cluster without GPUs: the CPUs that each rank and engine reserves.", gt=0)
     nodes: str | None = spec(
-        "A cluster that is not there, for --dry-run to plan: nodes x GPUs as 32x8, or 32x8x141 with the GiB of a GPU "
+        "A planned cluster, for --dry-run only: nodes x GPUs as 32x8, or 32x8x141 with the GiB of a GPU "
         "(79, of an H100, if left out). A run is not started with it."
     )
 

@@ -219,7 +219,7 @@ class PreparedRun:
             self.plan = make_plan(self.settled, cluster.resources)
             self.demands = capacity_rows(self.settled, self.plan)
         else:
-            reason = "is a cluster that is not there, for --dry-run alone: leave it out"
+            reason = "is a planned cluster, for --dry-run only: leave it out"
             raise ConfigError([self._problem("placement.nodes", reason)])
         assert self.plan
         self.problems = self._problems_of(self.plan)

@@ -26,7 +26,7 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
         message = "names environments beside environment.name: leave one of the two empty"
         yield Violation("environment.choices", message, ("environment.name",))
     if section.args and section.name is None:
-        yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
+        yield Violation("environment.args", "need environment.name, which is null; each of choices has its args")
     yield from _check_rollout_function(config)
     yield from _check_agent(config)
     for key, name in _environment_names(config):

@@ -232,7 +232,7 @@ def check_generated(config: RunConfig) -> Violations:
         generator_and_name = generator_of(section.path)
         if generator_and_name is None:
             if section.args:
-                message = "are of rows that a library makes, as for the path reasoning_gym:chain_sum, not of those of"
+                message = "are for rows that a library makes, as with path=reasoning_gym:chain_sum, not for those of"
                 yield Violation(f"{key}.args", f"{message} {path_text(section.path)}", (f"{key}.path",))
             continue
         generator, name = generator_and_name

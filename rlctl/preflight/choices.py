@@ -310,7 +310,7 @@ class _Forecast:
         if kept_tokens == chunk:
             return chunk, _ONE_CHUNK
         kept_gib = (kept_tokens - chunk) * self.sizes.vocab * DTYPE_BYTES[self.basis.dtype] / GIB
-        return kept_tokens, f"{kept_gib:.1f} GiB of what is left; others are made twice"
+        return kept_tokens, f"{kept_gib:.1f} GiB of free memory; other logits are computed twice"
 
     def _first_fit(self, trainer: _Section, engines: _Engines | None) -> _Fit:
         """Return the first way to use the memory that fits.

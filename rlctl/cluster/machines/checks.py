@@ -25,7 +25,7 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     _drop_unlike(replies, say)
     if len(replies) < (min_hosts or len(names)):
         if isinstance(config, LocalCluster):
-            raise ClusterError("this machine will not do")
+            raise ClusterError("this machine is not fit: see the lines above")
         required = f", {min_hosts} wanted (min_hosts)" if min_hosts else ""
         raise ClusterError(f"{len(replies)} of {len(names)} hosts will do{required}: nothing was started")
     warnings = []

@@ -69,7 +69,7 @@ def test_the_answer_is_the_last_one_that_is_marked_else_what_follows_the_thinkin
         ("data.train.args.max_terms=0", "chain_sum: max_terms must be >= min_terms; it has min_terms"),
         ("data.validation.args.seed=null", "data.validation.args.seed: must be a whole number"),
         ("data.validation.args.seed=50", "here 50 to 59, and 1 to 50 in data.train"),
-        ("data.train.path=some/hub", "are of rows that a library makes"),
+        ("data.train.path=some/hub", "are for rows that a library makes"),
     ],
 )
 def test_what_is_mistyped_is_told_before_the_start(override: str, line: str) -> None:
