@@ -1,10 +1,10 @@
 """Refit by broadcast from the owners (trainer ranks with chunks) to all engine workers: NCCL on GPUs, gloo on CPU.
 
-The owners are distributed over at most two private groups (own store, own communicator). An engine worker is a member
-of every group, an owner of one group. The owners of a group take turns as root, so an owner also receives the other
-owners' chunks, into one buffer whose contents are ignored. Items of the right dtype are sent and received without a
-copy, a chunk's tensors as one group of broadcasts. All other items pass through rings of buffers. The order of work on
-the streams makes buffers free again: the host only queues.
+The owners are distributed over at most two private process groups (separate store and communicator). An engine worker
+is a member of every group, an owner of one group. The owners of a group take turns as root, so an owner also receives
+the other owners' chunks, into a buffer that nobody reads. Items of the right dtype are sent and received without a
+copy, a chunk's tensors as one group of broadcasts. All other items pass through rings of buffers. The host only queues
+work: the order of work on the streams ensures that a buffer is free before it is used again.
 
 Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at the rate of one raw broadcast
 (368.8 against 368.5 GB/s); one broadcast for each tensor runs at 332.5.
@@ -56,7 +56,7 @@ class BroadcastSender(SenderTransport):
         self._scratch = Scratch((chunk for chunk in self._order if chunk.owner != rank), device)
         self._header = _host_words(_HEADER_WORDS, device)
         self._ring = StagingBuffers(plan, self._chunks, spec.num_buffers, device, source.ready_singles())
-        # The same object: `ChunkSender` packs into the ring.
+        # `ChunkSender` packs into the ring under this name.
         self.buffers = self._ring
         self._wire = DeviceStream(device, urgent=True)
         # (chunk's number, buffer) -> tensors to send. Kept for later refits.
@@ -123,8 +123,8 @@ class BroadcastSender(SenderTransport):
         self.wire = self._sent[-2].seconds_since(self._first_packed)
 
     def drop(self, receivers: list[int], reason: str) -> None:
-        # A broadcast needs all of its receivers. The store tells the engines about the loss, since their threads may
-        # be busy in a broadcast.
+        # A broadcast needs all receivers, so end it for all. Engines read of the loss in the store, because their
+        # threads may be busy in a broadcast.
         self._dropped = f"engine workers {', '.join(map(str, receivers))} dropped out: {reason}"
         if self._source.rank == 0 and self._store:
             announce_loss(self._store, self._dropped)
@@ -148,9 +148,9 @@ class BroadcastSender(SenderTransport):
             self._queued_chunks += 1
 
     def _exchange(self, words: Tensor | None, purpose: str, count: int | None = None) -> None:
-        """Send this owner's words, and receive the other owners' words.
+        """Send this owner's words (int64) to all members, and receive the other owners' words.
 
-        words: int64; None if this owner sends none. count: number of words of each owner; None: of its checksums.
+        words: None if this owner sends none. count: number of words of each owner; None: one for each checked item.
         """
         parts = []
         # All members must use the same order of owners.
@@ -175,7 +175,7 @@ class Scratch:
     """Memory into which an owner receives the chunks of the other owners in its group, one at a time."""
 
     def __init__(self, chunks: Iterable[Chunk], device: torch.device) -> None:
-        """Allocate the memory. Call it before any refit, since an allocation may wait for the device."""
+        """Allocate the memory. Do this before any refit, because an allocation may wait for the device."""
         self.nbytes = max((chunk.nbytes for chunk in chunks), default=0)
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
@@ -188,10 +188,10 @@ class _Wire:
     """An engine worker's membership in one group: the stream of its transfers, and the received words."""
 
     def __init__(self, group: BroadcastGroup, capacity: int) -> None:
-        """capacity: most words that one exchange receives."""
+        """Allocate memory for the words. capacity: the most words that one exchange receives."""
         self.group = group
         self.stream = DeviceStream(group.device, urgent=True)
-        # Allocated now, while no refit runs: an allocation may wait for the device, and so for a transfer.
+        # Allocate now, while no refit runs, because an allocation may wait for the device, and so for a transfer.
         with self.stream:
             self._words = torch.empty(capacity, dtype=torch.int64, device=group.device)
         self._host = _host_words(capacity, group.device)
@@ -320,7 +320,7 @@ class BroadcastReceiver(ReceiverTransport):
         return self._arrival.seconds_since(self._wire_start), sum(loading.values())
 
     def finish(self, header: Header) -> None:
-        # An aborted broadcast ends as if its chunk had arrived. Without checksums only the watch detects the abort.
+        # An aborted broadcast ends as if its chunk had arrived. Without checksums only the watch detects that.
         self._watch.end()
 
     def abort(self) -> None:
@@ -350,7 +350,8 @@ def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
 
 
 def _slot_count(spec: TransportSpec, plan: RefitPlan) -> int:
-    # Groups take turns. With the slots of one group only, a group would wait until its last chunk was loaded.
+    # Chunks of the groups arrive in turn, so each group needs `num_buffers` buffers. With fewer, a group would wait
+    # until its previous chunk is loaded.
     return spec.num_buffers * len(plan.owner_groups)
 
 

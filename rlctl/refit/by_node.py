@@ -1,7 +1,7 @@
 """Concurrent refits of several nodes: the engines of a node receive weights from the trainer ranks of that node.
 
-Ranks of all nodes hold the same boxes in the same order, so one plan serves all nodes. The plan numbers owners from a
-node's first rank. Messages of a node's processes use the same numbers.
+The trainer ranks of each node together have all weights, split in the same way. So one plan serves all nodes. The plan
+numbers a node's ranks from 0, and so do the error messages of the node's processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ class RefitByNode:
         return [modes[id(engine)] for engine in engines]
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
-        """Send `version` on every node, see `Refit.run`. The report is the slowest node's."""
+        """Send `version` on every node, see `Refit.run`. Return the report of the slowest node."""
         reports = self._run_nodes(engines, lambda refit, node_engines: refit.run(node_engines, version, checks))
         slowest = max(reports, key=lambda report: report.seconds)
         stall = max(report.stall for report in reports)
@@ -86,7 +86,7 @@ class RefitByNode:
         self._run_nodes(behind, lambda refit, node_engines: refit.catch_up(node_engines, version))
 
     def rest_trainers(self) -> None:
-        """Have the trainers free their device memory for the engines that share their devices."""
+        """Make the trainers free their device memory for the engines that share their devices."""
         self._trainers.call(SendsWeights.rest)
 
     def _run_nodes(self, engines: list[EngineEnd], run_node: Callable[[Refit, list[EngineEnd]], T]) -> list[T]:

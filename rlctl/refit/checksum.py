@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, mark_here
 
+# Words of a row, and the factor of words after the last whole row.
 ROW = 512
 FACTOR = 1_000_003
-# Least number of tensors that are summed by one common kernel.
+# At least this number of tensors are summed by one common kernel, fewer by one kernel each.
 _TOGETHER = 8
 
 
@@ -39,7 +40,8 @@ class ChecksumTable:
         self._count = count
         self._added = 0
         self._device_sums = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
-        # On a CPU: each tensor's sums of whole rows; number of a tensor -> weighted sum of its bytes after these rows.
+        # On a CPU: for each tensor the sums of its whole rows, and number of a tensor -> weighted sum of the bytes
+        # after its whole rows.
         self._row_sums: list[Tensor] = []
         self._tail_sums: dict[int, Tensor] = {}
 
@@ -83,7 +85,7 @@ class ChecksumTable:
 
 
 class FixedTensors:
-    """Tensors of one device whose checksums are taken many times in the same memory; on CUDA by one kernel.
+    """Tensors of one device that keep their memory, and whose checksums are computed many times; on CUDA by one kernel.
 
     One kernel for each of the 504 tensors of an adapter would take the host 5 ms.
     """
@@ -121,7 +123,7 @@ class QueuedSums:
 
 
 class StreamingChecksums:
-    """Checksums of the items that one end sends or receives, computed while other chunks travel.
+    """Checksums of the items that one end sends or receives, computed while other chunks are transferred.
 
     For each refit: call `start`, queue items with `queue` and `queue_unmoved`, then read `values` or `all`.
     """
@@ -144,7 +146,7 @@ class StreamingChecksums:
             self._start_event = stream.mark()
 
     def queue(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
-        """Queue the checksums of items on the current stream, since their memory is soon reused.
+        """Queue the checksums of items on the current stream, because their memory is soon reused.
 
         tensor: returns the item of a number. slot: number of the buffer, if the items have the same memory there at
         every refit; None: they have new memory each time.
@@ -202,7 +204,7 @@ class StreamingChecksums:
         return self._fixed[key] if self._fixed[key].table else None
 
     def _lay_item(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Tensor:
-        # Cached if `lay` makes no copy: calling `lay` takes the host as long as queuing the checksum.
+        # Cached if `lay` makes no copy, because calling `lay` takes the host as long as queuing the checksum.
         if slot is not None and (number, slot) in self._laid_items:
             return self._laid_items[number, slot]
         item = tensor(number)

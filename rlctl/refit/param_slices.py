@@ -1,7 +1,8 @@
-"""Places of Hugging Face tensors in an engine's parameters.
+"""Regions: where parts of Hugging Face tensors are in an engine's parameters.
 
-A `ParamSlice` (region) is one plain copy that the engine's own loader would make. With known regions, a refit copies
-directly into the live parameters, or into a second copy (shadow) that one short copy makes live later.
+A region (`ParamSlice`) is one plain copy that the engine's own loader would make: a part of a tensor, and the part of a
+parameter that it is copied to. With known regions, a refit copies directly into the live parameters, or into a second
+copy of them (shadow), which one short copy makes live later.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from rlctl.refit.weight_sink import BatchedCopy
 
 @dataclass(frozen=True)
 class ParamSlice:
-    """Region: `view`, a part of a parameter, holds the part `box` of a tensor. Both have the same shape."""
+    """Region: the part `box` of a Hugging Face tensor is at `view`, a part of a parameter. Both have the same shape."""
 
     box: TensorSlice
     view: Tensor
@@ -26,7 +27,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class ItemPart:
-    """Part of an item that an engine worker keeps, and its place there."""
+    """Part of an item that an engine worker needs, and the memory in the worker's parameters for this part."""
 
     # Index of the part in the item.
     index: tuple[slice, ...]
@@ -37,7 +38,10 @@ class ItemPart:
 
 
 class ParamSliceSink:
-    """Copies items to their places in the engine worker. Ignores items that the worker does not keep."""
+    """Copies items into parameters of the engine worker. Ignores parts of items that the worker does not need.
+
+    Under tensor parallelism a worker needs only its part of most tensors.
+    """
 
     def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], beside_requests: bool = False) -> None:
         """beside_requests: see `BatchedCopy`."""
@@ -49,7 +53,7 @@ class ParamSliceSink:
         self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
 
     def parts(self, number: int) -> tuple[ItemPart, ...]:
-        """Return the parts of item `number` that the engine keeps."""
+        """Return the parts of item `number` that the worker needs."""
         return self._parts[number]
 
     def target(self, number: int) -> Tensor | None:
@@ -74,7 +78,7 @@ class ShadowParams:
     """A second copy of every parameter. `regions` are the live regions, moved to the second copy."""
 
     def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[ParamSlice]) -> None:
-        # Cloned, because padding that no refit writes must survive the commit.
+        # Cloned and not empty, because a commit also copies padding, which no refit writes.
         self._pairs = [(live.detach(), live.detach().clone()) for live in parameters.values()]
         by_storage = {live.untyped_storage().data_ptr(): (live, shadow) for live, shadow in self._pairs}
         self.regions = [ParamSlice(region.box, _shadow_view(region.view, by_storage)) for region in regions]
@@ -82,12 +86,12 @@ class ShadowParams:
         self._copies = BatchedCopy(self._pairs)
 
     def commit(self) -> None:
-        """Queue the copy of the second copy into the live parameters, on the current stream."""
+        """Queue copying the shadow parameters into the live parameters, on the current stream."""
         self._copies.run()
 
 
 def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
-    """Raise RefitError that names a parameter which a refit would not fill.
+    """Raise RefitError for a parameter that a refit would not fill completely.
 
     padded: names of parameters with more rows than their tensor, such as padded vocabularies.
     """

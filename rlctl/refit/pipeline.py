@@ -1,12 +1,13 @@
-"""Sending a chunk from a trainer rank to an engine worker: the steps that all transports share.
+"""Transfer of chunks from trainer ranks to engine workers: the steps that all transports share.
 
     sender:    await a free buffer -> pack the chunk -> make it visible -> sum its checked items
     receiver:  await the chunk -> load it -> sum its checked items -> give its buffer back
 
-"Sum" means to compute checksums. The sender's checksums follow as a last part, and the receiver compares them with its
-own. A transport (`SenderTransport`, `ReceiverTransport`) only defines how a chunk becomes visible and how its buffer
-becomes free. On CUDA, packing, transfer and loading have separate streams: the host queues work and does not wait,
-unless a transport needs to.
+"Pack" means to convert items and copy them into a buffer, "load" to copy them into the engine's parameters, "sum" to
+compute checksums. The sender's checksums follow the last chunk, and the receiver compares them with those that it has
+computed. A transport (`SenderTransport`, `ReceiverTransport`) only defines how a chunk becomes visible and how its
+buffer becomes free. On CUDA, packing, transfer and loading have separate streams: the host queues work and does not
+wait, unless a transport needs to.
 """
 
 import time
@@ -42,7 +43,7 @@ class ChunkBuffers(Protocol):
 class SenderTransport(ABC):
     """A trainer rank's side of a transport. Chunks are numbered in this rank's sending order."""
 
-    # Buffers into which chunks are packed. Items without a place there are sent directly from the trainer's memory.
+    # Buffers into which chunks are packed. Items that have no buffer are sent directly from the trainer's memory.
     buffers: ChunkBuffers
     # When checksums of chunks without a buffer are computed. "first": before any engine begins to copy.
     unbuffered_sums: Literal["first", "in turn", "last"] = "in turn"
@@ -51,7 +52,7 @@ class SenderTransport(ABC):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of memory that this side holds for refits."""
+        """Bytes of memory that this side has allocated for refits."""
         return self.buffers.nbytes
 
     @abstractmethod
@@ -201,13 +202,13 @@ class ChunkSender:
         checked = self._source.plan.checked_items(header)
         packed: list[Span] = []
         order = transport.unbuffered_sums
-        # Allocates memory, so before any transfer: an allocation may wait for the device, and so for receivers.
+        # Call `start` before any transfer: it allocates memory, and may so wait for the device and for receivers.
         self._sums.start(len(checked))
         self._packing.follow()
         with self._packing as stream:
             # Processes take turns on a device. If receivers share this device ("first"), finish the checksums of chunks
-            # without a buffer now: then no kernel of this process runs while receivers copy. Otherwise ("last"), these
-            # checksums come last, since no receiver waits for them.
+            # without a buffer now, so that no kernel of this process runs while receivers copy. Otherwise ("last"),
+            # compute these checksums last, because no receiver waits for them.
             if order == "first":
                 self._sum_unbuffered(checked)
                 self._sums.values(stream)
@@ -231,7 +232,7 @@ class ChunkSender:
         return packed
 
     def _pack_chunk(self, number: int, chunk: Chunk, slot: int) -> Span:
-        """Queue the copies of a chunk into its buffer, converted to the dtype in which items travel."""
+        """Queue copying a chunk's items into its buffer, converted to the dtype in which they are sent."""
         begin = self._packing.mark()
         if (number, slot) not in self._copies:
             pairs = []
@@ -304,7 +305,7 @@ class ChunkReceiver:
             self._copies = {}
             self._sums = StreamingChecksums(self._device)
         checked = self._plan.checked_items(header)
-        # Before the header is received: afterwards transfers would wait for this work.
+        # Call `start` before the header is received, because transfers would wait for this work afterwards.
         self._sums.start(len(checked))
         self._loading = {owner: deque() for owner in self._plan.owners}
         self._seconds = dict.fromkeys(self._plan.owners, 0.0)
@@ -383,8 +384,8 @@ class ChunkReceiver:
     def _give_back(self) -> Chunk | None:
         """Free the buffers of chunks that the device has loaded; return a chunk that is still loading, or None.
 
-        Chunks of one owner end in order, so only the oldest chunk of each owner is queried: each query delays the
-        engine's thread, which samples meanwhile.
+        The loads of one owner's chunks end in order, so only the oldest load of each owner is queried. Each query
+        delays the engine's thread, which samples meanwhile.
         """
         unfinished = None
         for queue in self._loading.values():

@@ -16,10 +16,10 @@ from rlctl.refit.protocol import PeerLost, RefitError, TransportSpec
 from rlctl.utils.ports import open_store
 from rlctl.workers import changed_environment
 
-# Timeout of NCCL's watchdog, which would end the process. It is long, so that rlctl's deadline comes first: its error
+# Timeout of NCCL's watchdog, which would end the process. It is long, so that rlctl's deadline comes first, whose error
 # names the late member.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
-# Most trainer ranks that a message lists.
+# The most trainer ranks that a message lists.
 _LISTED_RANKS = 4
 # Key of the store for the reason why a refit cannot continue.
 _LOST = "lost"
@@ -35,8 +35,8 @@ class BroadcastGroup:
     """
 
     def __init__(self, store: Any, spec: TransportSpec, owners: Sequence[int], rank: int, device: torch.device) -> None:
-        """owners: trainer ranks in the group. rank: this member's rank in the group; a trainer's is its place in
-        `owners`."""
+        """Join the group. owners: trainer ranks in the group. rank: this member's rank in the group; for a trainer rank
+        its index in `owners`. Raises PeerLost."""
         self.device = device
         self.owners = tuple(owners)
         # Trainer rank -> rank in the group.
@@ -52,7 +52,7 @@ class BroadcastGroup:
         world = len(owners) + spec.receivers
         try:
             self._group = _make_group(PrefixStore(f"owner-{owners[0]}", store), rank, world, spec.timeout_s, device)
-            # The first collective creates the communicator. Do that now, while nobody waits for weights.
+            # The first broadcast creates the communicator. Do that now, while nobody waits for weights.
             self.broadcast(owners[0], [torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
@@ -85,8 +85,8 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise PeerLost(f"refit: {self._member}: the group broke at {contents}: {_brief(error)}") from error
         finally:
-            # A stored exception keeps this frame alive. With a reference to the group here, the group would stay open,
-            # and other members would wait.
+            # A stored exception keeps this frame alive. If the frame had a reference to the group, the group would stay
+            # open, and other members would wait.
             del group
 
     def _options_of(self, owner: int) -> dist.BroadcastOptions:
@@ -165,7 +165,7 @@ class LostWatch:
     def _watch_store(self) -> None:
         # The store raises RuntimeError once the trainer that runs it is gone.
         with suppress(RuntimeError):
-            # A separate client, because a call that the store does not answer blocks all callers of the same client.
+            # Use a separate client, because a call that the store does not answer blocks all users of its client.
             store = rendezvous(self._spec, False)
             while not self._is_closed:
                 self._running.wait()

@@ -8,7 +8,7 @@ from rlctl.telemetry.metrics import IN_GRPO, WEIGHT_UPDATES, Metric, ReportChart
 
 _UPDATE = ReportChart(WEIGHT_UPDATES, "Weight update")
 _PARTS = ReportChart(WEIGHT_UPDATES, "Parts of the weight update")
-# Formatting is off: this is a table.
+# ruff must not split the rows of this table over more lines.
 # fmt: off
 REFIT_SECONDS = Metric("refit/seconds", "from the trainer's weights to live ones in the slowest engine", "seconds",
     chart=_UPDATE.with_place(10))
@@ -48,7 +48,7 @@ class Header:
     digest: str
     # Share of items whose checksums are compared: all, a sample, or none.
     checks: Checks
-    # True if engines must prove that their live tensors are the sent ones (`LiveProof`). Only for adapters.
+    # True if engines must prove that their live tensors are the sent ones (`LiveProof`); only with adapters.
     prove: bool = False
 
 
@@ -75,7 +75,7 @@ class TransportSpec:
 
     @property
     def rendezvous(self) -> bool:
-        """True if sender and receivers must run at the same time."""
+        """True if trainer ranks and engines must take part at the same time."""
         return self.kind != "shm"
 
 
@@ -115,19 +115,24 @@ class ReceiveReport:
 
 @dataclass(frozen=True)
 class LiveProof:
-    """Proof by one engine worker of the adapters that it serves: their version, digest and number of tensors."""
+    """Statement by one engine worker on the adapters that it serves: version, digest and number of tensors.
+
+    The worker has compared the live tensors with the sent checksums.
+    """
 
     version: int
     # `digest_of` the checksums that the live tensors were compared with.
     digest: int
-    # Number of proven A tensors, and of proven B tensors.
+    # Number of A tensors that were compared, and number of B tensors.
     a: int
     b: int
 
 
 def digest_of(sums: Mapping[int, int]) -> int:
-    """Return one number for the checksums of items (number -> checksum). The digest of a union of disjoint items is the
-    sum of their digests modulo 2^64."""
+    """Return one number for the checksums of several items (item's number -> checksum).
+
+    The digest of two disjoint sets of items together is the sum of their digests, modulo 2^64.
+    """
     return sum((2 * number + 3) * checksum for number, checksum in sums.items()) % 2**64
 
 
@@ -188,11 +193,11 @@ class PeerLost(RefitError):
 
 
 class Untouched(RefitError):
-    """A refit that failed before the engine's live weights were touched: the engine still serves its old version."""
+    """The refit failed before the engine's live weights were written: the engine still serves its old version."""
 
 
 class RefitInterrupted(RefitError):
-    """A refit that lost a peer while it changed live weights: the engine samples again once it got the version."""
+    """The refit lost a peer while it changed live weights. The engine samples again after a complete refit."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""The driver's part of a refit: opens both ends once, then sends each version with one call, checked and timed.
+"""The driver's part of a refit: connects trainer ranks and engines once, then sends each version with one call.
 
 Every wait has a deadline. An error names the rank and tensor at fault. `EnginesLost` names the engines that did not get
-the version: the pool then rebuilds them, or sends the version again.
+the version. The pool then rebuilds these engines, or sends the version again.
 """
 
 import time
@@ -37,15 +37,16 @@ from rlctl.workers.shared_arguments import put_once
 R = TypeVar("R")
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
-# Seconds that the driver waits beyond timeout_s, after which both ends give up and report by themselves.
+# After timeout_s trainer ranks and engines give up by themselves. The driver waits this long for their reports.
 _GRACE_S = 10.0
+# After a failure the driver waits this long for the answers of the others.
 _SETTLE_S = 10.0
-# All weights travel in about this many chunks, and one rank's share in at least a quarter of that number, unless chunks
-# fall below _LEAST_BUFFER_BYTES, where starting a chunk would take longer than sending it. While the first chunk is
-# packed and the last one is loaded, nothing else runs: so these two are as small as possible. A broadcast starts slower
-# than a copy, so it has fewer chunks (Qwen3-8B in 48.7 ms instead of 49.4).
+# All weights are sent in about this many chunks, and one rank's share in at least a quarter of that number. A chunk is
+# not smaller than _LEAST_BUFFER_BYTES, because starting it would take longer than sending it. While the first chunk is
+# packed and the last one is loaded, nothing else runs, so these two are as small as possible. Starting a broadcast
+# takes longer than starting a copy, so broadcasts have fewer chunks (Qwen3-8B in 48.7 ms instead of 49.4).
 _CHUNKS = {"shm": 24, "ipc": 24, "broadcast": 12}
-# Engines that copy directly from the trainer's memory need no packing: few chunks, to start few copies.
+# Engines that copy directly from the trainer's memory need no packing. Few chunks mean few copies to start.
 _CHUNKS_COLOCATED = 4
 _LEAST_BUFFER_BYTES = 128 << 20
 # Chunks in shared memory need no buffer. They are small, so that a chunk is still in the CPU's cache when its checksums
@@ -58,7 +59,7 @@ class EngineEnd:
     """One engine of a refit."""
 
     worker: Worker
-    # Number of its workers (tensor-parallel ranks).
+    # Number of workers (tensor-parallel ranks) of the engine.
     ranks: int
 
 
@@ -67,7 +68,7 @@ class RefitOptions:
     """Settings of every refit of a run."""
 
     kind: Kind
-    # dtype in which every tensor travels.
+    # dtype in which every tensor is sent.
     dtype: str
     mode: Mode
     num_buffers: int
@@ -118,7 +119,7 @@ class Refit:
     """Brings engines to the trainer's version."""
 
     def __init__(self, trainers: WorkerGroup, options: RefitOptions, planned: Planned | None = None) -> None:
-        """Make the plan. planned: a plan from `make_plan` to use instead."""
+        """Make the plan, or use `planned`, which `make_plan` has made."""
         self._trainers = trainers
         self.options = options
         if planned is None:
@@ -134,7 +135,7 @@ class Refit:
         self._sent_digest = 0
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
-        """Connect both ends; return each engine's `LoadMode`. Call it again after an engine was rebuilt.
+        """Connect trainer ranks and engines; return each engine's `LoadMode`. Call it again for a rebuilt engine.
 
         Raises EnginesLost, or a trainer's error if no engine was the cause.
         """
@@ -155,7 +156,7 @@ class Refit:
         return modes
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
-        """Send `version` to all engines and make it live. checks: used instead of the run's checks.
+        """Send `version` to all engines and make it live. checks: replaces the run's checks.
 
         Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
@@ -194,7 +195,7 @@ class Refit:
             raise EnginesLost(reasons) from error
 
     def _receive_again(self, engines: list[EngineEnd], version: int) -> None:
-        """Have engines read a version that is still in shared memory."""
+        """Make engines read a version that is still in shared memory."""
         header = self._header(version)
         calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         reports, _ = self._await_answers(calls)
@@ -236,7 +237,7 @@ class Refit:
         self._receive_again(behind, version)
 
     def rest_trainers(self) -> None:
-        """Have the trainers free their device memory for the engines that share their devices."""
+        """Make the trainers free their device memory for the engines that share their devices."""
         self._trainers.call(SendsWeights.rest)
 
     @property
@@ -298,8 +299,8 @@ class Refit:
                 raise outcome
             if drop:
                 drop(index, outcome)
-            # In a broadcast the failure of one member makes the others fail too. A trainer may also give up before Ray
-            # has noticed an engine's death, or because an engine hangs: an engine without an answer now hangs.
+            # Wait for the other failures, to find the cause. In a broadcast the failure of one member makes the others
+            # fail too. A trainer may give up before Ray has noticed an engine's death, or because an engine hangs.
             if index == trainers_index or (self.options.kind == "broadcast" and trainer_calls):
                 failures |= self._await_failures(calls, trainers_index, answers, failures)
                 break
@@ -350,8 +351,8 @@ def ask_holdings(trainers: WorkerGroup, dtype: str, senders: Collection[int]) ->
 
 def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) -> Planned:
     """Return the plan by which ranks send their weights."""
-    # The ranks of one copy of the weights saturate the links of any engine. More senders would only make communicators
-    # larger.
+    # Only the ranks of one copy of the weights send, because they saturate the links of any engine. More senders would
+    # only make communicators larger.
     senders = options.ranks_a_copy or len(holdings)
     buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
     chunk_bytes = buffer_bytes
@@ -382,7 +383,7 @@ def _require_one_layout(holdings: list[Holding]) -> None:
 def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
     smallest_device = min(holding.device_bytes for holding in holdings)
     limit = min(int(options.buffer_memory_ratio * smallest_device), MAX_BUFFER_BYTES)
-    # A receiver holds buffers for several groups of owners. All buffers together must not exceed the limit.
+    # A receiver has buffers for several groups of owners. All buffers together must not exceed the limit.
     limit //= min(REFIT_GROUPS, len(holdings))
     sent_bytes = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
     if options.colocated:
@@ -411,7 +412,7 @@ def _make_verdict(failures: dict[int, Exception], trainers_index: int) -> Except
 
 
 def _merge_reports(engine_reports: list[EngineReport], send_reports: list[SendReport]) -> RefitReport:
-    """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
+    """Return the slowest engine's report, with the trainers' packing time and the buffer memory of both ends."""
     slowest = max(engine_reports, key=lambda report: report.seconds)
     return RefitReport(
         seconds=slowest.seconds,

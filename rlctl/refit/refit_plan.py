@@ -1,9 +1,9 @@
 """The refit plan: items, owners, order and chunks of every refit. It is made once; each receiver verifies it.
 
-A trainer rank holds boxes (rectangular parts) of Hugging Face tensors. A box, or a part of a box that fits a buffer, is
-an item: the unit of checksums. A chunk is a list of items that one rank, its owner, sends together. The plan's `digest`
-travels with every refit: if the two ends disagree about a name, a shape, a dtype, an owner or a boundary, the refit
-stops before a single byte is loaded. No devices and no processes.
+A trainer rank has boxes (rectangular parts) of Hugging Face tensors. A box, or a part of a box that fits a buffer, is
+an item: the unit of checksums. A chunk is a list of items that one rank, its owner, sends together. Each refit
+announces the plan's `digest`: if trainer and engine disagree about a name, a shape, a dtype, an owner or a boundary,
+the refit stops before a single byte is loaded. This module uses no devices and no processes.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ from rlctl.refit.protocol import EngineReport, Header, LoadMode, Mode, RefitErro
 Layout = list[tuple[str, tuple[int, ...], str]]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
-# Items below this size are packed and travel together. A larger item travels alone, directly from and into its place.
+# Items below this size are packed and sent together. A larger item is sent alone, directly from the trainer's memory
+# and into the engine's.
 # Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a separate
 # broadcast costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
-# With `checks: sampled`, a refit checks one item in this many, other items at each version.
+# With `refit.checksum=sampled`, a refit checks one of this many items. Each version checks other items.
 SAMPLE = 16
 
 
@@ -50,7 +51,7 @@ class TensorEntry:
 # The small parts of a plan are named tuples: there are hundreds of thousands, and a frozen dataclass takes four times
 # as long to make.
 class TensorSlice(NamedTuple):
-    """A box of the tensor `name`: first index and size in each dimension."""
+    """A box (rectangular part) of the tensor `name`: first index and size in each dimension."""
 
     name: str
     start: tuple[int, ...]
@@ -82,10 +83,11 @@ class RefitItem(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Items [first, last) that travel in one piece: one large item, or several small ones packed."""
+    """Items [first, last) that are sent as one piece of memory: one large item, or several small packed ones."""
 
     first: int
     last: int
+    # First byte of the segment within its chunk, and its size in bytes.
     offset: int
     nbytes: int
 
@@ -131,9 +133,10 @@ class RefitPlan:
     ) -> "RefitPlan":
         """Return the plan of a layout: (name, shape, dtype) of every tensor.
 
-        boxes[r]: boxes that rank r holds. None: rank 0 holds all tensors. If several ranks hold a box, the rank with
-        the fewest bytes to send is its owner. edge_bytes: size of a rank's first and last chunks: no other transfer
-        runs while the first is packed and the last is loaded. Chunks in between grow up to `buffer_bytes`.
+        boxes[r]: boxes that rank r has. None: rank 0 has all tensors. If several ranks have a box, the rank with the
+        fewest bytes to send is its owner. edge_bytes: size of a rank's first and last chunks. It is small, because no
+        other transfer runs while the first is packed and the last is loaded. Chunks in between grow up to
+        `buffer_bytes`.
 
         Raises RefitError if the boxes do not cover every tensor exactly, or if one row of a tensor does not fit
         `buffer_bytes`.
@@ -160,7 +163,7 @@ class RefitPlan:
         return cls(entries, tuple(items), tuple(chunks))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled as plain values, because Ray's pickler calls a Python function for every object of another type.
+        # Pickled as plain values, because Ray's pickler calls a Python function for every object of a class.
         entries = [(entry.name, entry.shape, entry.dtype) for entry in self.entries]
         items = [(entry, start, shape, offset, nbytes) for entry, (_, start, shape), offset, nbytes in self.items]
         chunks = [(owner, [tuple(segment) for segment in segments], nbytes) for owner, segments, nbytes in self.chunks]
@@ -168,7 +171,7 @@ class RefitPlan:
 
     @property
     def nbytes(self) -> int:
-        """Size of a flat buffer that holds every tensor at its entry's offset."""
+        """Size in bytes of a flat buffer with every tensor at its entry's offset."""
         return self.entries[-1].offset + align_size(self.entries[-1].nbytes)
 
     @cached_property
@@ -216,11 +219,11 @@ class RefitPlan:
         return _short_hash([entries, items, chunks])
 
     def dtype(self, number: int) -> str:
-        """Return the dtype in which item `number` travels."""
+        """Return the dtype in which item `number` is sent."""
         return self.entries[self.items[number].entry].dtype
 
     def verify(self, header: Header) -> None:
-        """Raise RefitError unless the header was made for this plan."""
+        """Raise RefitError unless the header announces this plan."""
         if self.digest != header.digest:
             raise RefitError(f"the trainer sends by plan {header.digest}, this end was given plan {self.digest}")
 
@@ -274,7 +277,7 @@ def layout_digest(layout: Layout) -> str:
 
 
 def boxes_digest(boxes: list[TensorSlice]) -> str:
-    """Return a hash of boxes. Ranks that hold copies of the weights compare their boxes by this hash."""
+    """Return a hash of boxes, by which ranks with copies of the same weights compare their boxes."""
     return _short_hash(boxes)
 
 
@@ -307,7 +310,7 @@ def _unpickle_plan(fields: bytes) -> RefitPlan:
 def _assign_boxes(entries: tuple[TensorEntry, ...], boxes: Sequence[Sequence[TensorSlice]]) -> list[list[_SizedBox]]:
     """Return for each rank the boxes that it sends, in the entries' order.
 
-    If several ranks hold a box, the rank with the fewest bytes so far sends it. Raises RefitError unless the boxes
+    If several ranks have a box, the rank with the fewest bytes so far sends it. Raises RefitError unless the boxes
     cover every tensor exactly.
     """
     entry_numbers = {entry.name: number for number, entry in enumerate(entries)}
@@ -422,7 +425,7 @@ class ReceivesWeights(Protocol):
 
         The engine serves the old version or the new one, never a mixture. After an error the engine is unusable: every
         later `submit` raises, and `collect` raises for the requests that ran. There are two exceptions. After
-        `Untouched` the old version is live, and requests continue. After `RefitInterrupted`, of a lost peer, requests
+        `Untouched` the old version is live, and requests continue. After `RefitInterrupted` (a peer was lost), requests
         wait. In both cases the driver sends the version again.
         The report has proofs if `header.prove` is true, which only engines with adapters
         (`EngineRules.serves_adapters`) must support.

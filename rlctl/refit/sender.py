@@ -13,7 +13,7 @@ from rlctl.refit.weight_source import Sharded, WeightSource
 
 @dataclass(frozen=True)
 class Holding:
-    """Boxes that a rank holds, and the memory of its device."""
+    """Boxes (parts of tensors) that a rank has, and the memory of its device."""
 
     # Hash of the rank's layout (`layout_digest`), equal on every rank.
     layout_digest: str
@@ -36,14 +36,14 @@ class SendsWeights:
         self._transport_spec: TransportSpec | None = None
 
     def refit_layout(self, dtype: str) -> Layout:
-        """Return (Hugging Face name, shape, dtype) of every whole tensor. dtype: the one in which tensors travel."""
+        """Return (Hugging Face name, shape, dtype) of every whole tensor. dtype: the one in which tensors are sent."""
         return self._sharded.layout(dtype)
 
     def refit_holding(self, dtype: str, sends: bool) -> Holding:
-        """Return the rank's boxes for the plan, and a hash of the layout in place of the layout: 256 layouts of a 235B
-        mixture of experts would be 590 MB.
+        """Return the rank's boxes for the plan, and a hash of its layout.
 
-        sends: True if the rank sends, so that the plan needs its boxes. A rank whose boxes another rank sends does not.
+        The layout itself would be too large: 256 layouts of a 235B mixture of experts are 590 MB. sends: True if the
+        rank sends weights, so that the plan needs its boxes; False if other ranks send the same boxes.
         """
         if self._sending_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self._sending_device).total_memory
@@ -74,8 +74,8 @@ class SendsWeights:
         if self._sender is None:
             raise RuntimeError("refit_open comes before refit_send")
         report = self._sender.send(header)
-        # Verified after sending: verifying takes milliseconds for which receivers would wait, and an error ends the run
-        # anyway.
+        # Verify after sending, because verifying takes milliseconds for which receivers would wait. An error ends the
+        # run anyway.
         self._source.verify_in_place(self._sharded.shards())
         return report
 

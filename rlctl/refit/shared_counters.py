@@ -27,7 +27,7 @@ class SharedCounters:
     """int64 words in a file that several processes map. Writing one word is atomic."""
 
     def __init__(self, path: Path, count: int, create: bool) -> None:
-        """create: make the file, with zeros, readable only by its user. It appears by rename, so never half written."""
+        """Map the file. create: make it first, with zeros, readable only by its user, and atomically by a rename."""
         if create:
             partial = path.with_suffix(".partial")
             partial.write_bytes(bytes(8 * count))
@@ -52,8 +52,8 @@ class Deadline:
             _LIBC.prctl(_PR_SET_TIMERSLACK, 1)
 
     def check(self, message: Callable[[], str]) -> None:
-        """Sleep for a moment. Raises PeerLost after the deadline, with the text of `message`, where {} becomes the time
-        waited."""
+        """Sleep for a moment. After the deadline raise PeerLost with the text of `message`, in which {} is replaced by
+        the time waited."""
         remaining = self._end - time.monotonic()
         if remaining < 0:
             raise PeerLost(message().replace("{}", f"{self._seconds:g} s"))

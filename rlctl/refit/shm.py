@@ -1,8 +1,8 @@
 """Refit through host shared memory: trainer ranks write flat files in /dev/shm, and every engine maps them.
 
-This is the simplest transport, and the fast one on CPU, where engines read the mapped files directly. Two slots (files)
-are used in turn. So a version stays readable until the version after the next is written, for engines that are rebuilt
-meanwhile. Reused slots also have their pages already: new pages of a tmpfs cost several times the copy.
+This is the simplest transport, and the fastest on a CPU, where engines read the mapped files directly. Two slots
+(files) are used in turn. So a version stays readable until the version after the next is written, for engines that are
+rebuilt meanwhile. A reused slot also has its memory pages already: new pages of a tmpfs cost several times the copy.
 """
 
 import mmap
@@ -136,7 +136,7 @@ class ShmReceiver(ReceiverTransport):
 class _Slots:
     """Both mapped slots, and the words that describe their contents."""
 
-    # 0, because the files belong to the run, not to one end.
+    # `ChunkBuffers.nbytes`. It is 0, because no end has buffers besides the files.
     nbytes = 0
 
     def __init__(self, folder: Path, plan: RefitPlan) -> None:
@@ -147,8 +147,8 @@ class _Slots:
         self._views: dict[tuple[int, int], Tensor] = {}
 
     def words(self, version: int) -> NDArray[np.int64]:
-        """Return the words of the version's slot: the plan's digest, then for each owner its version plus 1, then for
-        each item its checksum."""
+        """Return the words of the version's slot: the plan's digest, for each owner the version that it has written
+        plus 1, then each item's checksum."""
         words: NDArray[np.int64] = self._counters.array.reshape(_SLOTS, -1)[version % _SLOTS]
         return words
 
@@ -157,7 +157,7 @@ class _Slots:
         return True
 
     def view(self, number: int, slot: int) -> Tensor:
-        """Return the place of item `number` in a slot. Cached."""
+        """Return the memory of item `number` in a slot, with its dtype and shape."""
         if (number, slot) not in self._views:
             item = self._plan.items[number]
             tensor = view_entry(self.flats[slot], self._plan.entries[item.entry])

@@ -10,7 +10,7 @@ from rlctl.refit.weight_sink import view_typed
 
 
 class StagingBuffers:
-    """Ring of buffers of one end, and each item's place in a buffer. A buffer fits the fullest chunk.
+    """Ring of buffers of one end, and each item's offset in a buffer. A buffer has room for the largest chunk.
 
     The items of a segment are adjacent, so that a packed segment is contiguous.
     """

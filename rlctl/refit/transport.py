@@ -30,8 +30,10 @@ def open_sender(spec: TransportSpec, source: WeightSource, device: torch.device)
 
 
 def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> ChunkReceiver:
-    """Join the transport named by `spec`, and return an engine worker's end. rank: number of the worker among those of
-    all engines, from 1."""
+    """Join the transport named by `spec`, and return an engine worker's end.
+
+    rank: number of the worker among the workers of all engines, from 1.
+    """
     transport: ReceiverTransport
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmReceiver

@@ -1,4 +1,4 @@
-"""Destinations of a refit in an engine worker: the port `WeightSink`, and whole tensors for the engine's own loader."""
+"""Destinations of a refit in an engine worker: the interface `WeightSink`, and `WholeTensorSink` for vLLM's loader."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlctl.refit.refit_plan import ITEM_BYTES, RefitPlan, TensorEntry
 
-# Bytes of a copy from which on the launch of a separate kernel costs no time.
+# For a copy of at least this many bytes the launch of a separate kernel costs no time.
 LARGE = 32 << 20
 
 
@@ -41,14 +41,16 @@ class BatchedCopy:
 
 
 class WeightSink(Protocol):
-    """One engine worker's memory for a version of the weights."""
+    """Memory in an engine worker that receives a version of the weights."""
 
     def target(self, number: int) -> Tensor | None:
         """Return contiguous memory into which item `number` may be received directly; None if there is none."""
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """Return the copies that bring items to their places. arrived: (number, item in the shape of its box, with any
-        strides and any float dtype)."""
+        """Return the copies that bring arrived items into this memory.
+
+        arrived: (number, item in the shape of its box, with any strides and any float dtype).
+        """
 
     def adopt(self, flat: Tensor) -> bool:
         """Use a whole version in shared memory without copying. Return False if this sink needs its items one by one.

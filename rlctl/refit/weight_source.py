@@ -13,11 +13,13 @@ from rlctl.refit.refit_plan import RefitPlan, TensorSlice
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of one tensor. `tensor` is this rank's memory (any dtype and strides); `start` is the part's first index
-    in the whole tensor, for each dimension."""
+    """A part of one tensor, in this rank's memory."""
 
+    # Hugging Face name of the tensor.
     name: str
+    # First index of the part in the whole tensor, in each dimension.
     start: tuple[int, ...]
+    # The part's values; any dtype and strides.
     tensor: Tensor
 
     @property
@@ -32,7 +34,7 @@ class Sharded(Protocol):
         """Return (Hugging Face name, shape, dtype) of every whole tensor."""
 
     def shards(self) -> list[Shard]:
-        """Return the parts that this rank holds: views, no copy, no collective."""
+        """Return the parts of tensors that this rank has, as views of its memory. This makes no collective call."""
 
 
 class WeightSource:
@@ -67,7 +69,7 @@ class WeightSource:
         return {segment.first for segment in segments if segment.is_single and self.is_ready(segment.first)}
 
     def verify_in_place(self, shards: list[Shard]) -> None:
-        """Raise RefitError if the trainer's weights moved to other memory: this object's views would be outdated."""
+        """Raise RefitError if the trainer's weights have moved to other memory, which makes the views here invalid."""
         addresses = _addresses(shards)
         for (name, start), address in self._addresses.items():
             if addresses.get((name, start)) != address:

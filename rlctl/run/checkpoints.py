@@ -1,9 +1,9 @@
 """Checkpoints of a run: `checkpoints/step_N/`. A checkpoint is complete, or does not exist.
 
-Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` checkpoints and the `keep_best` best ones
-by a metric are kept. Besides the trainer's state a checkpoint has one JSON file: version, data cursor, metric. A
-manifest holds the digest of every file. A resume verifies the digests before it reads the files.
-Tensors are written by `training/rank_checkpoint.py`, and a resume is prepared by `launch/resume.py`.
+Each checkpoint is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` checkpoints and the `keep_best`
+best ones by a metric are kept. Besides the trainer's state a checkpoint has one JSON file: version, data cursor,
+metric. A manifest has the digest of every file. A resume verifies the digests before it reads the files.
+`training/rank_checkpoint.py` writes tensors, and `launch/resume.py` prepares a resume.
 """
 
 import fcntl
@@ -24,11 +24,11 @@ from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
-# Descriptors with locks that keep checkpoints from being pruned, until this process ends.
+# Open files with the locks of `hold`, which last until this process ends.
 _HELD: list[int] = []
 # Path -> (bytes, digest) of files that their writers have synced and hashed already.
 Known = Mapping[Path, tuple[int, str]]
-# Fills the folder of a checkpoint; returns the files that are synced and hashed already.
+# Writes the files of a checkpoint; returns those that are synced and hashed already.
 Write = Callable[[], Known]
 
 
@@ -52,8 +52,8 @@ class Checkpoint:
 
 
 def damage_of_weights(model: Path) -> str:
-    """Return a line on the damage in a checkpoint's Hugging Face folder; empty if there is none, and for other
-    folders."""
+    """Return a line on the damage in the Hugging Face folder of a checkpoint. Return "" for an undamaged folder, and
+    for folders that are not a part of a checkpoint."""
     checkpoint = model.parent
     if model.name != "hf" or not (checkpoint / _STATE).is_file():
         return ""
@@ -62,9 +62,9 @@ def damage_of_weights(model: Path) -> str:
 
 
 def hold(checkpoint: Path) -> bool:
-    """Keep the checkpoint's run, which may still train on this machine, from pruning it until this process ends.
+    """Protect a checkpoint from pruning by its run, which may still train on this machine, until this process ends.
 
-    Return False if the checkpoint is gone. On a file system without locks the run may still prune it.
+    Return False if the checkpoint is gone. On a file system without locks the run may prune it nevertheless.
     """
     file = checkpoint / _STATE
     try:
@@ -73,13 +73,13 @@ def hold(checkpoint: Path) -> bool:
         return False
     _HELD.append(descriptor)
     with suppress(OSError):
-        # Waits until a prune that has begun ends.
+        # If the run is removing the checkpoint, this waits until it is gone.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     return file.exists()
 
 
 def stand_in(model: str, newest: Checkpoint | None) -> str | None:
-    """Return the newest checkpoint's export, to be used instead of a run's model whose folder is gone.
+    """Return the newest checkpoint's Hugging Face folder, to use it for a run's model whose folder is gone.
 
     Returns None if the model's folder exists or the model is no path, if there is no export, and for runs with adapters
     or a reference policy: they need the weights of the model itself.
@@ -116,7 +116,7 @@ class Found:
 
 
 class Checkpoints:
-    """Writes, finds and prunes the checkpoints of one run directory."""
+    """Writes, finds and prunes the checkpoints in one folder, `checkpoints/` of a run."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
         self._folder = folder
@@ -128,10 +128,10 @@ class Checkpoints:
         return self.begin(step, state, lambda folder: lambda: _nothing_known(write, folder)).finish()
 
     def begin(self, step: int, state: dict[str, Any], begin: Callable[[Path], Write]) -> "CheckpointSave":
-        """Begin a checkpoint. begin: called with its folder; returns a function that fills the folder.
+        """Begin a checkpoint. begin: called with its folder; returns a function that writes the files.
 
-        `state["score"]` ranks checkpoints: a larger score is better; of equal scores the earlier step is better; None
-        is not ranked. Raises like `CheckpointSave.finish`.
+        `state["score"]` ranks checkpoints: a larger score is better, and of equal scores the earlier step. A checkpoint
+        with score None is not ranked. Raises the errors of `CheckpointSave.finish`.
         """
         save = CheckpointSave(self, self._folder, step, state)
         save.begin(begin)
@@ -165,8 +165,8 @@ class Checkpoints:
     def damage_of_newest(self) -> tuple[int, str] | None:
         """Return (step, damage) of the newest checkpoint folder; None if there is no folder.
 
-        damage: one line if the state file is damaged, or if a resume has set the folder aside as damaged; else empty.
-        Other files are not read.
+        damage: one line if the state file is damaged, or if a resume has marked the folder as damaged; else "". Other
+        files are not read.
         """
         newest = newest_folder(self._folder)
         if newest is None:
@@ -179,7 +179,7 @@ class Checkpoints:
         return step, "" if _read_checkpoint(path, step) else f"{path / _STATE}: not the state of step {step}"
 
     def newest_whole(self) -> Found:
-        """Return the newest undamaged checkpoint. Verifies every file of the newest one, then of the next older one.
+        """Return the newest undamaged checkpoint. Verify every file of the newest one; if it is damaged, of the next.
 
         Raises NoWholeCheckpoint if all checkpoints are damaged, and EarlierVersion if all are of an earlier version.
         """
@@ -219,7 +219,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(damaged, aside)
         with suppress(OSError):
-            # The new time makes it older than all checkpoints saved from now on.
+            # Set its time to now, so that later checkpoints are newer.
             os.utime(aside)
         return aside
 
@@ -286,7 +286,7 @@ class CheckpointSave:
         return Checkpoint(self._final, self._step, self._state)
 
     def abandon(self) -> None:
-        """Give the save up: `finish` then neither renames nor removes the folder, which a later save may use."""
+        """Give up the save: `finish` then neither renames nor removes the folder, because a later save may use it."""
         self._abandoned = True
 
     @contextmanager

@@ -14,7 +14,7 @@ from rlctl.utils.digests import PIECE, count_pieces, join_pieces, piece_digest
 from rlctl.utils.files import write_whole
 
 MANIFEST = "manifest.json"
-# Most threads that read. More threads do not read faster from a disk.
+# The most threads that read files. More threads do not read faster from a disk.
 _MOST_THREADS = 16
 
 
@@ -23,8 +23,8 @@ def write_manifest(
 ) -> None:
     """Write the manifest of files in `folder`. names: their names; None: all files.
 
-    written_files: path -> (bytes, digest) as reported by the files' writers; these files are not read again. Raises
-    OSError, also if such a file has another size or is missing.
+    written_files: path -> (bytes, digest), as the processes that wrote the files have reported. These files are not
+    read again. Raises OSError, also if one of these files has another size or is missing.
     """
     if names is None:
         names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -59,7 +59,7 @@ def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
     except (OSError, ValueError, RecursionError) as error:
         return {folder / MANIFEST: f"cannot be read: {error}"}
-    # Sizes are compared first, so that a cut file is found before any file is read.
+    # Compare sizes first, so that a truncated file is found before any file is read.
     damage: dict[Path, str] = {}
     digests_as_written: dict[Path, str] = {}
     for name, facts in listed.items():
@@ -75,13 +75,13 @@ def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
             damage[path] = f"cannot be read: {digest.strerror}"
         elif digest != digest_as_written:
             damage[path] = "its bytes are not those that were written"
-    # A shard that the manifest lacks is damage too, since the loader reads every shard in the folder.
+    # A shard that is not in the manifest is damage too, because the loader reads every shard in the folder.
     shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
     return damage if part else damage | dict.fromkeys(shards, "not written with this checkpoint")
 
 
 def is_as_written(folder: Path, name: str) -> bool:
-    """Return True if one file of `folder` has the size and digest of its manifest. No other file is read."""
+    """Return True if the file `name` has the size and digest of the folder's manifest. No other file is read."""
     path = folder / name
     try:
         facts = _read_manifest(folder / MANIFEST)[name]

@@ -1,7 +1,8 @@
 """Fingerprint of a checkpoint's inputs: the model, tokenizer and data of the run that made the checkpoint.
 
-The checkpoint's state holds it as `made_with`. A later config that contradicts it is refused: the weights would not
-fit, or the cursor would count other rows, so that tasks would be lost or trained twice (contract 2).
+The fingerprint is the entry `made_with` of the checkpoint's state. A resume with a config that contradicts it is
+refused: the weights would not fit, or the cursor would count other rows, so that tasks would be lost or trained twice
+(contract 2).
 """
 
 import hashlib
@@ -60,7 +61,7 @@ class Contradiction:
 
 
 def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
-    """Return the fingerprint of a run's model, tokenizer and data. Digests of inputs not on this machine are None.
+    """Return the fingerprint of a run's model, tokenizer and data. The digest of an input on another machine is None.
 
     model: Hugging Face folder of the model; None if it is not on this machine yet.
     """
@@ -70,7 +71,7 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     template = Path(config.data.chat_template)
     keys = {key: _config_value(config, key) for key in _DATA_KEYS + _DATASET_KEYS}
     if config.data.system_prompt is not None:
-        # Only a digest, since the prompt may come from an environment variable, and those are never written to disk.
+        # Only a digest, because the prompt may come from an environment variable, whose values are not written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
     if not config.data.shuffle:
         keys["run.seed"] = None
@@ -95,14 +96,14 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
 
 
 def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
-    """Return the digest of all rows of a data set, as tokens."""
+    """Return the digest of all tokenized rows of a data set."""
     digest = hashlib.sha256()
     for row in rows:
         rest = row.answer if isinstance(row, Task) else row.mask.tobytes()
         digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(row.tokens, np.int32).tobytes())
         if isinstance(row, Task) and not row.tokens:
-            # A task without a prompt, as of an environment, consists of its row.
+            # A task without a prompt, for example of an environment, is defined by its row.
             digest.update(json.dumps(row.row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
@@ -142,7 +143,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
 def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
     old_path = then["data_path"]
     new_path = now["data_path"]
-    # Files are compared by digest, since they may have been moved; a hub data set is compared by its name.
+    # Compare files by digest, because they may have been moved. Compare a hub data set by its name.
     has_digests = then["data"] and now["data"]
     is_other_data = then["data"] != now["data"] if has_digests else old_path != new_path
     if is_other_data:
@@ -174,19 +175,22 @@ def _config_value(config: RunConfig, key: str) -> Any:
 
 
 def sizes_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of config.json that determine shapes and arithmetic; empty if it cannot be read."""
+    """Return the settings of config.json that determine shapes and arithmetic; {} if the file cannot be read."""
     with suppress(ModelError):
         return dict(_settings(read_object(folder / "config.json")))
     return {}
 
 
 def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a model's settings. The text model's settings have no prefix, as in a text-only folder."""
+    """Yield (name, value) of a model's settings. Names of nested settings have a prefix.
+
+    The text model's settings have none, so that they equal those of a text-only folder.
+    """
     for key, value in raw.items():
         if _NOT_OF_THE_MODEL.fullmatch(key) or value is None:
             continue
         if isinstance(value, Mapping):
-            # Newer folders have `rope_parameters`, older ones `rope_scaling` and `rope_theta`: name them equally.
+            # Newer folders have `rope_parameters`, older ones `rope_scaling` and `rope_theta`. Use the same names.
             prefixes = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
             yield from _settings(value, prefixes.get(key, f"{within}{key}."))
         else:
@@ -201,7 +205,7 @@ def _vocabulary(folder: Path) -> str | None:
 def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
     """Return the digest of the base weights of adapters, or of the reference policy's weights.
 
-    None for a run with neither, because its checkpoints hold all weights.
+    Return None for a run with neither, because its checkpoints have all weights.
     """
     config = settled.config
     if config.lora is None and "reference" not in settled.frozen_roles:

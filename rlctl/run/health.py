@@ -1,6 +1,7 @@
 """Checks of a run's health: they take a step's metrics and return warnings. The loop reports these and may stop.
 
-A check warns once, and again only after a step in which its metric was measured within the bound. No input or output.
+A check warns once. It warns again only after its metric was measured within the bound. This module does no input or
+output.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +14,7 @@ from typing import Any
 from rlctl.telemetry.metrics import LEARNING, WITH_SAMPLES, Metric, PanelRow, ReportChart, rows_where
 from rlctl.training.metric_rows import GRAD_NORM
 
-# Formatting is off: this is a table.
+# ruff must not split the rows of this table over more lines.
 # fmt: off
 SKIPPED_UPDATES = Metric("train/skipped_updates",
     "updates without an optimizer step: no token to train on, or a gradient of exactly 0")
@@ -66,7 +67,7 @@ class HealthCheck(ABC):
 
     @abstractmethod
     def find(self, metrics: Metrics) -> Finding:
-        """Return the finding of one step. Called in the order of steps, only if the metric was measured."""
+        """Return the finding of one step. It is called in the order of steps, for steps that measured the metric."""
 
     @abstractmethod
     def state_dict(self) -> Any:
@@ -156,7 +157,7 @@ class Decline(HealthCheck):
         value = metrics[self.metric]
         self.start = value if self.start is None else self.start
         lost = self.worse * (value - self.start)
-        # The tolerance lets a loss that equals the bound up to rounding pass: shares of few prompts are coarse.
+        # With a tolerance, because a share of few prompts often equals the bound up to rounding.
         if lost <= self.bound + 1e-9:
             return None
         return lost, self.bound, self.message.format(value=value, start=self.start, lost=lost, bound=self.bound)
@@ -178,7 +179,7 @@ class Health:
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
-        """Check a step's metrics; return a warning for each bound that is left since this step."""
+        """Check a step's metrics. Return a warning for each check that leaves its bound in this step."""
         warnings = []
         for check in self._checks:
             if check.metric not in metrics:
@@ -201,7 +202,7 @@ class Health:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Checks without a saved state start empty."""
-        # Forget that a fatal check was out of bounds: the check can then stop the resumed run again.
+        # Forget which fatal checks were out of bounds, so that they can stop the resumed run again.
         fatal = {check.name for check in self._checks if check.fatal or self._stop}
         self._ill = set(state.get("ill", ())) - fatal
         for check in self._checks:

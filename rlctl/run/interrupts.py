@@ -28,9 +28,9 @@ _MEANINGS = {
 class Interrupts:
     """Signal handlers: the first signal sets `is_requested`, the second ends the process with exit code 130.
 
-    A SIGHUP does not count as the second signal: kernel and shell both send one when a terminal closes. notify: called
-    after the first signal, on a separate thread. last_words: called after the second signal, before the process ends,
-    on the main thread, which may hold any lock.
+    A SIGHUP does not count as the second signal, because kernel and shell both send one when a terminal closes. notify:
+    called after the first signal, on a separate thread. last_words: called after the second signal, before the process
+    ends, on the main thread. It must not use the run's locks, because the main thread may have them already.
     """
 
     def __init__(self, notify: Callable[[], None], last_words: Callable[[], None] = lambda: None) -> None:
@@ -51,8 +51,8 @@ class Interrupts:
 
     @contextmanager
     def ends_block(self) -> Iterator[None]:
-        """Within the block, have the first signal raise KeyboardInterrupt on the main thread. For code before the first
-        step, when there is nothing to save."""
+        """Within the block, make the first signal raise KeyboardInterrupt on the main thread. This is for code before
+        the first step, when there is nothing to save."""
         self._at_once = True
         try:
             if self.is_requested:
@@ -74,7 +74,7 @@ class Interrupts:
         # On a separate thread, because `notify` may need a lock that the interrupted main thread holds.
         threading.Thread(target=self._notify, name="interrupted").start()
         if self._at_once:
-            # Raised only once: the following cleanup must not be interrupted.
+            # Raise it only once, because the cleanup that follows must not be interrupted.
             self._at_once = False
             raise KeyboardInterrupt
 
@@ -110,8 +110,8 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def ignore_signals() -> Iterator[None]:
-    """Ignore signals within the block, for a cleanup: it takes seconds, and nothing else would stop the remaining
-    parts."""
+    """Ignore signals within the block. It is for a cleanup that takes seconds: if a signal ended it, the parts that
+    are still running would not be stopped."""
     with _handle_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         try:
             yield

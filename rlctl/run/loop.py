@@ -77,7 +77,7 @@ class Loop(ABC):
             self.save()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Restore the state that `save_with` wrote."""
+        """Restore the loop's state from a checkpoint that `save_with` wrote."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
     def _count_skipped_updates(self, step: int, skipped: Sequence[str]) -> dict[str, float]:
@@ -123,7 +123,7 @@ class Loop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Do one step, record it, and increase `done` by 1."""
+        """Make one step, record it, and increase `done` by 1."""
 
     @abstractmethod
     def validate(self) -> None:

@@ -1,7 +1,8 @@
 """Writes the records of a loop to the run directory: steps, validations, rollouts, checkpoints.
 
-At the end of a step come its record, then the validation, then the checkpoint, which may be written while further steps
-train. So a kill loses only steps after the newest complete checkpoint. A resume drops their records and repeats them.
+At the end of a step its record is written, then that of the validation, then the checkpoint. The checkpoint may be
+written while further steps train. So a kill loses only steps after the newest complete checkpoint. A resume drops the
+records of these steps and repeats them.
 """
 
 import threading
@@ -29,7 +30,7 @@ class BegunSave(Protocol):
 
     @property
     def wait_cause(self) -> str:
-        """Reason why steps must wait until it is written; empty if they may train meanwhile."""
+        """Reason why steps must wait until this part is written; empty if they may train meanwhile."""
 
     def finish(self) -> Known:
         """Wait until all files are synced to disk; return their sizes and digests."""
@@ -50,14 +51,15 @@ class _Saving:
     begin: float
     save: CheckpointSave
     done: threading.Event = field(default_factory=threading.Event)
-    # Seconds from begin to end; seconds in which training waited, None if it waited all the time.
+    # Seconds from begin to end.
     seconds: float = 0.0
+    # Seconds in which training waited; None if it waited all the time.
     stopped: float | None = None
     checkpoint: Checkpoint | None = None
     error: BaseException | None = None
 
     def run(self, events: EventLog) -> None:
-        """Finish the save and emit the event `checkpoint`. Keep the checkpoint, or the error of saving."""
+        """Finish the save and emit the event `checkpoint`. Set the field `checkpoint`, or `error` if saving fails."""
         try:
             checkpoint = self.save.finish()
             self.seconds = time.perf_counter() - self.begin
@@ -90,8 +92,10 @@ class RunRecorder:
         self._group_counts = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
         self._record_tokens = telemetry.record_tokens
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        # Metrics of the last step and its validation. Only these rank its checkpoint, since they measure its weights.
+        # Metrics of the last step and its validation. They measure the weights of the step's checkpoint, so only they
+        # rank it.
         self.measured: dict[str, float] = {}
+        # Step of the last checkpoint that was begun and has not failed.
         self.saved: int | None = None
         self._saving: _Saving | None = None
         self._warned_of_copies = False
@@ -169,8 +173,8 @@ class RunRecorder:
         """Save a checkpoint, after waiting for the previous save. write: begins the trainer's part. write_own: writes
         the loop's part.
 
-        With `checkpoint.beside_training` this returns once the trainer's state is copied, and training continues:
-        `finish_save` returns the finished checkpoint.
+        With `checkpoint.beside_training` this returns as soon as the trainer's state is copied, so that training
+        continues. `finish_save` returns the finished checkpoint.
         """
         self.finish_save()
         begin = time.perf_counter()
@@ -227,8 +231,8 @@ class RunRecorder:
         return saving.checkpoint
 
     def leave_save(self, wait_s: float) -> None:
-        """Wait at most `wait_s` seconds for the save in progress, after an error of the run. Only warn if it fails, so
-        that the caller raises the run's error."""
+        """Wait at most `wait_s` seconds for the save in progress, after an error of the run. If the save fails, only
+        warn, so that the caller can raise the run's error."""
         saving = self._saving
         self._saving = None
         if saving is None:
@@ -241,7 +245,7 @@ class RunRecorder:
 
     @property
     def newest(self) -> str:
-        """Text that names the step of the newest checkpoint, for messages."""
+        """Text with the step of the newest checkpoint, for messages."""
         checkpoint = self.checkpoints.latest()
         return f"the last checkpoint is of step {checkpoint.step}" if checkpoint else "there is no checkpoint"
 

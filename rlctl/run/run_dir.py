@@ -22,8 +22,8 @@ from rlctl.telemetry.metrics import METRIC_ROWS
 from rlctl.utils.files import sync, write_whole
 
 _CLAIM_POLL_S = 0.1
-# Most characters of a model's name in a run's name. A run from a checkpoint contains the earlier run's name, so names
-# would otherwise grow beyond the length allowed for a folder.
+# The most characters of a model's name in a run's name. The name of a run from a checkpoint contains the earlier run's
+# name, so names would otherwise grow beyond the length allowed for a folder.
 _LONGEST_MODEL = 80
 _CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
@@ -69,7 +69,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
-        """Open an existing run. Raises RunDirError if `path` holds none."""
+        """Return the run in the folder `path`. Raises RunDirError if the folder is missing or is no run directory."""
         if not path.is_dir():
             raise RunDirError(f"{path}: no such run; `rlctl runs list` shows what there is")
         run = cls(path)
@@ -155,7 +155,7 @@ class JobRecord:
     attempt: int = 1
     # Path of the run directory on the head node, if this directory is a copy.
     remote: str | None = None
-    # Path by which the submitter's machine knows the run; None: this directory's path.
+    # Path of the run directory on the machine that submitted the run; None: this directory's path.
     called: str | None = None
 
     @classmethod
@@ -201,9 +201,9 @@ def model_name(path: str) -> str:
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:
-    """Return a run's name KIND--MODEL--N, where N is 1 more than the largest in use, such as grpo--qwen3-0.6b--3.
+    """Return a run's name KIND--MODEL--N, such as grpo--qwen3-0.6b--3. N is 1 more than the largest number in use.
 
-    MODEL of a checkpoint is its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
+    If the model is a checkpoint, MODEL is its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
     """
     short = re.sub(r"[^\w.]+", "-", model_name(model).lower())[-_LONGEST_MODEL:].strip("-.") or "model"
     prefix = f"{kind}--{short}--"
