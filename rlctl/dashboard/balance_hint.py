@@ -1,17 +1,19 @@
-"""Advice in one line on how an asynchronous run divides its devices. Pure."""
+"""Advice in one line on how an asynchronous run should divide its devices between trainer and engines. Pure."""
 
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.throughput import split
 
+# Number of last steps whose means are used.
 RECENT = 20
-# A division that saves less of a step than this is not worth a restart.
+# Least share of a step that a new division must save to be worth a restart.
 WORTH = 0.08
-# Waiting for the oldest group for more than this share of a step is due to the bound, not to the division.
+# If the trainer waits longer than this share of a step for the oldest group, the bound on age is the cause, not the
+# division of devices.
 WAITING = 0.15
 
 
 def hint(state: RunState) -> str:
-    """Return the change to make, with the figures behind it; empty where nothing would help, or too little is known."""
+    """Return the change to make with its figures; empty if no change would help, or if too few steps are known."""
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""
@@ -29,10 +31,10 @@ def hint(state: RunState) -> str:
 
 
 def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:
-    """Return ((trainer's devices, engines' devices), share of a step saved) of the best division of the same devices.
+    """Return ((trainer's devices, engines' devices), saved share of a step) for the best division of all devices.
 
-    now: the present division. trainer, generator: shares of the step in which each side is busy. The devices of a side
-    are taken to share its work evenly; the slower side sets the pace.
+    now: present division. trainer, generator: shares of a step in which each side is busy. Assumes that the devices of
+    a side share its work evenly, and that a step takes as long as its slower side.
     """
     work = (now[0] * trainer, now[1] * generator)
     num_devices = sum(now)

@@ -1,6 +1,6 @@
-"""The console that everything is shown on, the tables of all commands, and a screen as a self-contained SVG.
+"""Console of all commands, their tables, and the export of a screen as a self-contained SVG.
 
-Tables have no lines, columns some blanks apart, and three kinds of column.
+Tables have no lines; blanks separate the columns. A column has names, figures or texts.
 """
 
 import io
@@ -14,7 +14,7 @@ from rich.terminal_theme import TerminalTheme
 
 from rlctl.utils.safe_text import neutral
 
-# Columns of a pipe, which has no width and room for everything.
+# Width in characters of the output to a pipe, which has no width itself.
 PIPE_WIDTH = 200
 
 
@@ -41,7 +41,7 @@ THEMES = {
 
 
 class SafeConsole(Console):
-    """A rich console that neutralises the escapes in the text it is given; only rich's own reach the terminal."""
+    """A rich console that makes escape sequences in texts harmless. Only rich's own sequences reach the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -51,7 +51,10 @@ class SafeConsole(Console):
 def make_table(
     *columns: Column, rows: Iterable[Iterable[RenderableType]] = (), titles: str | None = None, gap: int = 2
 ) -> Table:
-    """Return a table without lines. titles: style of the columns' titles; None: none is shown. gap: blanks between."""
+    """Return a table without lines.
+
+    titles: style of the columns' titles; None shows no titles. gap: number of blanks between two columns.
+    """
     table = Table(*columns, box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=titles is not None)
     table.header_style = titles or ""
     for row in rows:
@@ -60,22 +63,22 @@ def make_table(
 
 
 def names(title: str = "", style: str = "cyan", width: int | None = None) -> Column:
-    """Return a column of short words that are never broken."""
+    """Return a column of short words that are never wrapped."""
     return Column(title, style=style, width=width, no_wrap=True)
 
 
 def figures(title: str = "") -> Column:
-    """Return a column of numbers, to the right."""
+    """Return a column of numbers, aligned to the right."""
     return Column(title, justify="right", no_wrap=True)
 
 
 def texts(title: str = "", style: str = "") -> Column:
-    """Return a column of text, which is broken where it is long."""
+    """Return a column of text that wraps long lines."""
     return Column(title, style=style, overflow="fold")
 
 
 def write_svg(screen: RenderableType, title: str, path: Path, width: int, height: int, theme: str) -> None:
-    """Write a screen of width x height characters. The SVG uses the reader's monospace fonts and loads nothing.
+    """Write a screen of width x height characters as SVG. It uses the reader's monospace fonts and loads nothing.
 
     theme: a name of `THEMES`.
     """
@@ -86,7 +89,7 @@ def write_svg(screen: RenderableType, title: str, path: Path, width: int, height
     path.write_text(console.export_svg(title=title, theme=THEMES[theme], code_format=_FORMAT))
 
 
-# rich's own template, with a window drawn plainly and without web fonts.
+# rich's template with a plain window and without web fonts.
 _FORMAT = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal" viewBox="0 0 {width} {height}">
 <style>

@@ -1,4 +1,4 @@
-"""The dashboard: a run's state as one screen, laid out for a terminal's size. Pure."""
+"""Layout of the dashboard: draws a run's state as one screen of a terminal's size. Pure."""
 
 from rlctl.dashboard.panels.asynchronous import age_bound, ages, timeline
 from rlctl.dashboard.panels.canvas import Frame, Row, place_side_by_side
@@ -10,22 +10,26 @@ from rlctl.dashboard.state import RunState
 from rlctl.telemetry.resource_monitor import UTILIZATION
 from rlctl.telemetry.throughput import MFU
 
+# Least width in characters for three columns.
 WIDE = 116
-# Below this, numbers of two columns side by side would be cut.
+# Least width in characters for two columns. Narrower columns would cut numbers.
 TWO_COLUMNS = 64
 SPEED_HEIGHT = 5
+# Least height of the events' panel.
 LEAST_LOG = 3
-# Rows below the other panels from which on a rollout is shown; those left to the events; the most it takes.
+# Least number of free rows for a panel with a rollout.
 TALL = 16
+# Number of free rows that this panel leaves to the events.
 LOG_HEIGHT = 8
+# Largest height of this panel.
 MOST_ROLLOUT = 24
 TIMELINE_HEIGHT = 6
-# Without the axis, where rows are few.
+# Height of the timeline without its axis, if there are few rows.
 LEAST_TIMELINE = 4
 
 
 def render(state: RunState, width: int, height: int) -> Frame:
-    """Return the whole screen, at most `width` x `height`; the rest is left out."""
+    """Return the whole screen of at most `width` x `height` characters. Panels without room are left out."""
     rows = header(state, width)
     room = height - HEIGHT
     if not state.steps:
@@ -48,9 +52,9 @@ def render(state: RunState, width: int, height: int) -> Frame:
 
 
 def _wide(state: RunState, width: int, room: int) -> list[Row]:
-    """Draw three columns: learning, its curve, step time; below them throughput, idle, memory.
+    """Draw three columns: above learning, its curve and step time; below throughput, idle shares and memory.
 
-    An asynchronous run has its timeline and the ages of its groups between them.
+    An asynchronous run has its timeline and the ages of its groups in the middle. room: number of rows.
     """
     lower = SPEED_HEIGHT + _has_device_row(state)
     oldest = age_bound(state)
@@ -70,9 +74,10 @@ def _wide(state: RunState, width: int, room: int) -> list[Row]:
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Row]:
-    """Draw two columns: learning and step time; below them throughput, and idle with memory.
+    """Draw two columns: above learning and step time; below throughput, and idle shares with memory.
 
-    An asynchronous run has its timeline between them, and ages in place of the idle shares, which the timeline shows.
+    An asynchronous run has its timeline in the middle. This shows the idle shares, so ages of groups take their panel.
+    room: number of rows.
     """
     lower = SPEED_HEIGHT + (_has_device_row(state) if room > 24 else 0)
     content_height = len(metrics_of(state)) + 2
@@ -92,5 +97,5 @@ def _narrow(state: RunState, width: int, room: int) -> list[Row]:
 
 
 def _has_device_row(state: RunState) -> bool:
-    """Return True if there is an MFU or a device's use to show, which takes one row more."""
+    """Return True if the run has recorded an MFU or a device utilization, which takes one more row."""
     return state.latest(MFU.name) is not None or state.latest(UTILIZATION.name) is not None

@@ -1,4 +1,4 @@
-"""An event as one short line, the same words in the live view and in the plain one."""
+"""Description of an event in one short line, for the dashboard and for plain lines."""
 
 from collections.abc import Callable
 
@@ -16,13 +16,13 @@ STYLE = {
     "restart": "yellow",
     "checkpoint": "cyan",
 }
-# Processes whose ids are shown in a line.
+# Most process ids in a line.
 MOST_IDS = 16
 ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow"}
 
 
 def describe(event: Record) -> tuple[str, str]:
-    """Return (text, style) of an event; an unknown kind shows its fields."""
+    """Return (text, style) of an event. The text of an unknown kind lists the event's fields."""
     kind = str(event["kind"])
     if kind == "run_ended":
         status = str(event.get("status"))
@@ -33,7 +33,7 @@ def describe(event: Record) -> tuple[str, str]:
 
 
 def one_line(text: object) -> str:
-    """Return a text of others as one line that is safe to show."""
+    """Return any text as one line without escape sequences, which is safe to show."""
     return neutral(" ".join(str(text).split()))
 
 

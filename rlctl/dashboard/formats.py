@@ -1,10 +1,10 @@
-"""Numbers as people read them: about four digits, fitting units, a dash for unknown."""
+"""Formats of numbers for people: about four digits, a fitting unit, and a dash for an unknown value."""
 
 NONE = "–"
 
 
 def number(amount: float | None) -> str:
-    """Return about four significant digits, counts as they are: 12,345  200  123.4  1.234  0.012  1.2e-05."""
+    """Return a number with about four significant digits, for example 12,345  200  123.4  1.234  0.012  1.2e-05."""
     if amount is None:
         return NONE
     size = abs(amount)
@@ -27,12 +27,12 @@ def percent(share: float | None) -> str:
 
 
 def error_factor(factor: float | None) -> str:
-    """Return token_mult_prob_error with five digits behind its 1."""
+    """Return a factor such as token_mult_prob_error with five decimal places."""
     return NONE if factor is None else f"{factor:.5f}"
 
 
 def duration(seconds: float | None) -> str:
-    """Return seconds like 12ms  0.12s  12.3s  2m05s  3h07m  2d04h."""
+    """Return seconds as text, for example 12ms  0.12s  12.3s  2m05s  3h07m  2d04h."""
     if seconds is None:
         return NONE
     if seconds < 0.0995:
@@ -45,7 +45,7 @@ def duration(seconds: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """Return whole seconds, for times that run on the screen: 12s  2m05s  3h07m  2d04h."""
+    """Return whole seconds as text, for clocks on the screen, for example 12s  2m05s  3h07m  2d04h."""
     if seconds is None:
         return NONE
     whole_seconds = int(seconds)
@@ -59,12 +59,12 @@ def span(seconds: float | None) -> str:
 
 
 def ticking(seconds: float) -> str:
-    """Return a time that runs on the screen: tenths at first, then whole seconds."""
+    """Return a time for a clock on the screen: tenths of a second up to 10 s, then whole seconds."""
     return f"{max(0.0, seconds):.1f}s" if seconds < 10 else span(seconds)
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 engine`, `2 engines`."""
+    """Return a number with its noun in singular or plural, for example `1 engine` or `2 engines`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

@@ -1,4 +1,4 @@
-"""Plain lines of a run, for pipes and log files: an aligned line a step, a line an event. Pure."""
+"""Plain lines of a run, for pipes and log files: one aligned line for each step, one line for each event. Pure."""
 
 from collections.abc import Iterator
 
@@ -13,8 +13,9 @@ from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.throughput import EFFECTIVE, GENERATOR_IDLE, TRAINED_TOKENS, TRAINER_IDLE, TRAINING
 from rlctl.training.metric_rows import GRAD_NORM, LEARNING_RATE
 
+# Number of step lines between two headers.
 HEADER_EVERY = 30
-# (label, width, metric); a row fits 80 columns.
+# (label, width, metric) of each column. A line has at most 80 characters.
 COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
     "grpo": (
         ("reward", 7, REWARD.name),
@@ -47,7 +48,7 @@ COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
 }
 
 
-# First word of an event's line, where it is not its kind.
+# First word of an event's line, if it is not the event's kind.
 TAGS = {
     "run_started": "run",
     "processes": "process ids",
@@ -59,18 +60,18 @@ TAGS = {
 
 
 class LineFormat:
-    """Turns records into lines."""
+    """Formatter of a run's records as lines."""
 
     def __init__(self, every: int) -> None:
-        """every: steps from one printed line to the next; the last step is printed too."""
+        """every: number of steps from one printed line to the next. The last step is printed too."""
         self._every = every
-        # The step that a run ends with; None: not known yet.
+        # Last step of the run; None if it is not known yet.
         self._last: int | None = None
         self._printed = 0
         self._columns = COLUMNS["grpo"]
 
     def lines(self, record: Record) -> Iterator[str]:
-        """Yield the lines of an event, a step or a validation."""
+        """Yield the lines of the record of an event, a step or a validation."""
         kind = str(record.get("kind", ""))
         if kind == "validation":
             metrics = {key.partition("/")[2]: metric for key, metric in record.items() if key.startswith("validation/")}
@@ -83,7 +84,7 @@ class LineFormat:
             if int(record["step"]) % self._every == 0 or record["step"] == self._last:
                 yield from self._step(record)
         elif kind == "checkpoint" and "path" not in record:
-            # The record has the checkpoint's times alone. The checkpoint's event says more.
+            # This record has only the times of a checkpoint. The event of the checkpoint is printed instead.
             return
         elif kind == "startup" and record.get("seconds") is not None:
             yield f"startup     {record.get('what')} {duration(record['seconds'])}"

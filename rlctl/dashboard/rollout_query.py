@@ -1,4 +1,4 @@
-"""The groups of rollouts.jsonl that somebody asks for: of some steps, the worst, the best, those with some text."""
+"""Queries on the groups of rollouts.jsonl: groups of some steps, the worst, the best, or those with a given text."""
 
 import re
 import time
@@ -15,18 +15,20 @@ POLL_S = 0.5
 
 
 class NoSuchGroup(UserError):
-    """A question that no recorded group answers; one line for the user."""
+    """A query that no recorded group answers. The text is one line for the user."""
 
 
 @dataclass(frozen=True)
 class RolloutQuery:
-    """A question about a run's groups. Without a step, an order, a group or a pattern it asks for the newest step."""
+    """A query on a run's groups. Without steps, order, task and pattern it asks for the newest step."""
 
+    # True for validation groups, False for training groups.
     validation: bool = False
     # First and last step.
     steps: tuple[int, int] | None = None
+    # Order of groups by their mean reward.
     order: Literal["worst", "best"] | None = None
-    # Id of a task, or of its row: r17 means it in every epoch.
+    # Id of a task, such as e2-r17, or of a row: r17 stands for the row's tasks in every epoch.
     task: str | None = None
     # Pattern to find in prompts and in the text after prompts.
     pattern: re.Pattern[str] | None = None
@@ -36,23 +38,23 @@ class RolloutQuery:
         return "validation" if self.validation else "train"
 
     def asks_for(self, place: GroupPlace) -> bool:
-        """Return True if the group has the purpose, the step and the task."""
+        """Return True if a group has the purpose, a step and the task of the query."""
         first, last = self.steps or (place.step, place.step)
         if place.purpose != self.purpose or not first <= place.step <= last:
             return False
         return self.task is None or place.task == self.task or place.task.endswith(f"-{self.task}")
 
     def matches(self, group: Record) -> bool:
-        """Return True if the group has the pattern's text."""
+        """Return True if the pattern is found in a text of the group, or if there is no pattern."""
         return self.pattern is None or any(self.pattern.search(text) for text in texts(group))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Groups that a query found."""
+    """Result of a query."""
 
     groups: list[Record]
-    # Number of groups in the whole run that the query asks for.
+    # Number of all groups of the run that match the query.
     num_found: int
     # First and last step with a recorded group.
     recorded: tuple[int, int]
@@ -66,16 +68,17 @@ def texts(group: Record) -> Iterator[str]:
 
 
 def mean_reward(group: Record) -> float | None:
-    """Return the mean reward of the rollouts that have one; None without any."""
+    """Return the mean reward of a group's rollouts that have a reward; None if no rollout has one."""
     rewards = [rollout.get("reward") for rollout in group["rollouts"]]
     numbers = [reward for reward in rewards if isinstance(reward, (int, float))]
     return sum(numbers) / len(numbers) if numbers else None
 
 
 def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
-    """Return at most `limit` groups: the first in the query's order, or else the newest, in the order of steps.
+    """Return at most `limit` groups that match a query. path: rollouts.jsonl.
 
-    Raises NoSuchGroup if none was recorded of that step or task.
+    With an order these are the first groups in this order, else the newest groups in the order of steps. Raises
+    NoSuchGroup if no group of the steps or the task was recorded.
     """
     recorded_places = [place for place in index(path) if place.purpose == query.purpose]
     if not recorded_places:
@@ -100,11 +103,14 @@ def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
 
 
 def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[Record]:
-    """Yield the groups of the newest step, and each group that is added, until the run has ended."""
+    """Yield the matching groups of the newest step, then each new matching group, until the run has ended.
+
+    ended: returns True once the run has ended.
+    """
     last_step = -1
     is_over = False
     while not is_over:
-        # All records from before the end are in the file by now.
+        # Asked before the file is read: if the run has ended, the file has all its records.
         is_over = ended()
         places = [place for place in index(path) if query.asks_for(place)]
         first_new_step = last_step + 1
@@ -112,7 +118,7 @@ def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: f
             first_new_step = max((place.step for place in places), default=0)
         new_places = [place for place in places if place.step >= first_new_step]
         if new_places and not is_over:
-            # A step's groups are written one by one.
+            # A step's groups are written one by one. Wait, so that the step is complete.
             time.sleep(poll_s)
             first_new_step = new_places[0].step
             new_places = [place for place in index(path) if query.asks_for(place) and place.step >= first_new_step]

@@ -1,6 +1,6 @@
-"""Groups of rollouts as a person reads them: side by side on a terminal, one below the other and unwrapped elsewhere.
+"""View of groups of rollouts: in columns on a terminal, one below the other and unwrapped in a pipe.
 
-Sampled text has a bar at its left, which shows without colours too.
+Sampled text has a bar at its left, so it can be told from other text without colours.
 """
 
 import re
@@ -21,7 +21,7 @@ from rlctl.telemetry.jsonl import Record
 from rlctl.utils.safe_text import neutral
 
 BAR = "┃ "
-# Cells of one of several rollouts in a row.
+# Least width in cells of a rollout's column.
 LEAST_WIDTH = 38
 SIGNS = {True: ("✔", "green"), False: ("✘", "red"), None: ("?", "yellow")}
 FOUND = "black on yellow"
@@ -30,7 +30,7 @@ Pattern = re.Pattern[str] | None
 
 
 def render_group(group: Record, console: Console, pattern: Pattern = None, tokens: bool = False) -> RenderableType:
-    """Return a group as wide as a terminal. pattern: its matches are marked. tokens: the exact tokens follow."""
+    """Return a group in the console's width. pattern: mark its matches. tokens: add the exact tokens."""
     width = console.width
     rollouts = group["rollouts"]
     columns = max(1, min(len(rollouts), width // LEAST_WIDTH))
@@ -58,7 +58,7 @@ def render_group(group: Record, console: Console, pattern: Pattern = None, token
 
 
 def plain(group: Record, tokens: bool = False) -> Iterator[str]:
-    """Yield a group as lines for a pipe. tokens: the exact tokens follow."""
+    """Yield a group as lines for a pipe. tokens: add the exact tokens."""
     yield "== " + " · ".join(filter(None, (title_of(group), about(group))))
     if prompt := str(group.get("prompt", "")):
         yield from (f"   {line}" for line in neutral(prompt).split("\n"))
@@ -72,7 +72,10 @@ def plain(group: Record, tokens: bool = False) -> Iterator[str]:
 
 
 def token_lines(group: Record) -> Iterator[str]:
-    """Yield the exact tokens of each rollout, a line a span: ids of given tokens, id:log-prob of sampled tokens."""
+    """Yield lines with the exact tokens of each rollout, one line for each span of given or sampled tokens.
+
+    Given tokens are listed as ids, sampled tokens as id:log-prob.
+    """
     try:
         rollouts = unpack(group)
     except ValueError as error:
@@ -93,7 +96,10 @@ def token_lines(group: Record) -> Iterator[str]:
 
 
 def _row_lines(row: TokenRow, use: KeyUse | None) -> Iterator[str]:
-    """Yield a line a span. If other weights computed keys that a span read, a line before the span names them."""
+    """Yield one line for each span of a token row.
+
+    If a span's tokens attended to keys of other weights, a line before the span says so.
+    """
     older_keys = {older.readers.start: older.keys for older in row.older_keys()}
     for span in row.spans():
         ids = row.tokens[span]
@@ -114,25 +120,25 @@ def _row_lines(row: TokenRow, use: KeyUse | None) -> Iterator[str]:
 
 
 def footer(num_found: int, num_listed: int, recorded: tuple[int, int]) -> Text:
-    """Return the lines below the groups: how many groups there are, and how to see others."""
+    """Return the lines below the groups: numbers of groups, and the options that show other groups."""
     steps = f"steps {recorded[0]} to {recorded[1]}" if recorded[0] < recorded[1] else f"step {recorded[0]}"
     counts = f"{num_listed} of {count(num_found, 'group')} · recorded: {steps} · {BAR}sampled by the policy"
     return Text(f"{counts}\nothers: --step N, --validation, --worst, --best, --group ID, --grep TEXT", "bright_black")
 
 
 def headline(rollout: Record) -> list[tuple[str, str]]:
-    """Return a rollout's number, and if it is right, as parts with styles."""
+    """Return (text, style) parts of a rollout's title: its number, a sign for right or wrong, reward and advantage."""
     sign, style = SIGNS.get(rollout.get("right"), SIGNS[None])
     return [(f"#{rollout.get('index')} ", "bold"), (f"{sign} ", style), (" · ".join(_worth(rollout)), "bold")]
 
 
 def facts(rollout: Record) -> str:
-    """Return length, end, weight versions and single rewards of a rollout in a line."""
+    """Return single rewards, length, finish reason and weight versions of a rollout as one line."""
     return " · ".join(_facts(rollout))
 
 
 def title_of(group: Record) -> str:
-    """Return step, task and outcome of a group."""
+    """Return step, task and outcome of a group as one line."""
     origin = ""
     if group.get("step") is not None:
         origin = f"step {group['step']}"
@@ -143,9 +149,9 @@ def title_of(group: Record) -> str:
 
 
 def pieces(rollout: Record) -> list[tuple[str, bool]]:
-    """Return the text after the prompt as pairs of a piece and True if it was sampled.
+    """Return the text after the prompt as (piece, is sampled) pairs.
 
-    An episode that failed has no tokens to train on. The pieces are its messages then.
+    A failed episode has no tokens, so its pieces are its messages.
     """
     if text := rollout.get("text", ()):
         return [(str(part), bool(sampled)) for part, sampled in text]
@@ -154,7 +160,10 @@ def pieces(rollout: Record) -> list[tuple[str, bool]]:
 
 
 def about(group: Record) -> str:
-    """Return the expected answer of a group and, of several rollouts, how many are right and the mean reward."""
+    """Return the reference answer of a group as one line.
+
+    For several rollouts the line also has the number of right ones and the mean reward.
+    """
     rollouts = group["rollouts"]
     parts = [f"answer {one_line(group['answer'])}"] if group.get("answer") is not None else []
     if len(rollouts) > 1:
@@ -175,12 +184,12 @@ def _cell(rollout: Record, width: int, console: Console, pattern: Pattern) -> Te
 
 
 def _wrap_text(text: str, width: int, console: Console) -> list[Text]:
-    # Tabs and control characters take a cell each before lines are broken.
+    # Tabs become blanks, and control characters visible characters, before lines are wrapped.
     return list(Text(neutral(text).expandtabs(4)).wrap(console, max(1, width)))
 
 
 def _mark_matches(line: Text, style: str, pattern: Pattern, margin: str) -> Text:
-    """Style a line in place, mark the pattern's matches in it, and return it behind the margin."""
+    """Style a line in place, mark the pattern's matches in it, and return the line behind a margin."""
     line.stylize(style)
     if pattern:
         for match in pattern.finditer(line.plain):
@@ -189,12 +198,12 @@ def _mark_matches(line: Text, style: str, pattern: Pattern, margin: str) -> Text
 
 
 def _short_number(number: float | None) -> str:
-    """Return a reward or an advantage: 1  0.25  -0.667."""
+    """Return a reward or an advantage as text, for example 1  0.25  -0.667."""
     return f"{number:.3g}" if isinstance(number, (int, float)) else NONE
 
 
 def _worth(rollout: Record) -> list[str]:
-    """Return reward and advantage of a rollout; of advantages that differ by token also the lowest and the highest."""
+    """Return texts on a rollout's reward and advantage, with the range of advantages if they differ by token."""
     advantage = rollout.get("advantage")
     advantage_range = rollout.get("advantages")
     parts = [f"reward {_short_number(rollout.get('reward'))}"]
@@ -229,7 +238,7 @@ def _facts(rollout: Record) -> list[str]:
 
 
 def _course(episode: dict[str, Any]) -> list[str]:
-    """Return turns and ending of an episode, its tool calls, and the time that the environment took."""
+    """Return texts on an episode's turns and ending, its tool calls, and the environment's time."""
     parts = [f"{count(episode.get('turns', 0), 'turn')}: {episode.get('ending')}"]
     if calls := episode.get("tool_calls"):
         errors = f", {episode['tool_errors']} failed" if episode.get("tool_errors") else ""

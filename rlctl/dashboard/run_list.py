@@ -1,4 +1,4 @@
-"""Runs under a folder, as a table or as plain values for scripts."""
+"""List of the runs in a folder, as a table or as plain values for scripts."""
 
 import time
 from contextlib import suppress
@@ -32,20 +32,24 @@ class RunEntry:
     status: str
     step: int
     num_steps: int
-    accuracy: float | None  # of the last validation, without any of the last step; None where not measured
-    throughput: float | None  # effective where there is a generator, else of training
-    age_s: float  # seconds since it started
-    note: str = ""  # the damaged parts of its files
+    # Accuracy of the last validation, or of the last step if the run does not validate; None if not measured.
+    accuracy: float | None
+    # Mean tokens/s/device: effective throughput if the run has a generator, else training throughput.
+    throughput: float | None
+    # Seconds since the run started.
+    age_s: float
+    # Damaged files of the run; empty if there are none.
+    note: str = ""
 
 
 def catalogue(root: Path) -> list[RunEntry]:
-    """Return all runs, newest first; a folder without events.jsonl is no run."""
+    """Return all runs in a folder, newest first. A subfolder without events.jsonl is no run."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
     return sorted(map(_read_entry, folders), key=lambda entry: entry.age_s)
 
 
 def _read_entry(folder: Path) -> RunEntry:
-    """Return the entry of a run. One that cannot be read does not keep the others from the list."""
+    """Return the entry of a run. An error of reading becomes the entry's note, so that other runs are still listed."""
     try:
         return entry(folder, read_state(folder))
     except Exception as error:
@@ -77,7 +81,10 @@ def newest(root: Path) -> Path | None:
 
 
 def table(entries: list[RunEntry], width: int) -> Table:
-    """Return a row for each run, at least one; columns are left out until names fit into `width` characters."""
+    """Return a table with one row for each run. Columns are left out until it fits into `width` characters.
+
+    entries: at least one.
+    """
     rows = [
         {
             "name": Text(entry.name),
@@ -110,7 +117,7 @@ def table(entries: list[RunEntry], width: int) -> Table:
 
 
 def as_dict(state: RunState) -> dict[str, Any]:
-    """Return a run for scripts: its kind, progress, newest records and best checkpoint."""
+    """Return a run as plain values for scripts: its kind, progress, newest records and best checkpoint."""
     best = best_checkpoint(state)
     return {
         "name": state.name,
@@ -128,7 +135,7 @@ def as_dict(state: RunState) -> dict[str, Any]:
 
 
 def metrics_table(state: RunState) -> Table:
-    """Return every metric of the last step and validation with its meaning."""
+    """Return a table of every metric of the last step and the last validation, with its value and meaning."""
     records = {**state.last, **state.validations.last}
     metrics = sorted(name for name in records if "/" in name)
     return make_table(
@@ -142,7 +149,7 @@ def metrics_table(state: RunState) -> Table:
 
 def entry(folder: Path, state: RunState) -> RunEntry:
     """Return the entry of the run in `folder` from its state."""
-    # A validation without scores does not show the accuracy of an earlier one.
+    # From the last record: a validation without scores must not show an earlier validation's accuracy.
     accuracy = state.validations.last.get(HELD_OUT_ACCURACY.name)
     rate = state.mean(EFFECTIVE.name)
     damaged = [f"{file}: {count(lines, 'damaged line')} left out" for file, lines in state.damaged.items() if lines]

@@ -1,6 +1,7 @@
-"""State of a run at an instant, folded from its files; everything that shows a run reads it.
+"""State of a run at an instant, built from the run's files. Dashboard, report and lists read this state.
 
-`apply_*` are pure folds over records and may see one twice (in a file that is reread); `RunReader` does the reading.
+Methods `apply_*` add one record to the state, without I/O. They accept a record twice, because a file may be read
+again. `RunReader` reads the files.
 """
 
 import math
@@ -23,28 +24,30 @@ from rlctl.utils.process import driver_lives
 from rlctl.utils.safe_text import neutral
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
-# Events on the run's place, not on its history.
+# Kinds of events that no list of events shows.
 SILENT = {"phase", "startup", "prompts"}
+# Number of last steps whose mean time gives the seconds left.
 ETA_STEPS = 20
 
 
-# Newest records that a history keeps whole.
+# Number of newest records that a history keeps with all fields.
 _WHOLE = 256
-# Points of each series that a live view keeps: a terminal draws fewer.
+# Most points of each series that a live view keeps. A terminal draws fewer.
 LIVE_POINTS = 1000
 
 
 class History:
-    """Numbers of a run's steps (or validations) in order, by metric, and the newest records whole.
+    """Metrics of a run's steps (or validations): a series for each metric, and the newest records with all fields.
 
-    limit: the most points of a series. Beyond it every second point of the older half is left out, again and again.
-    None: all points stay, 16 bytes each.
+    limit: most points of a series. Each time a series grows beyond it, every second point of the older half is removed.
+    None keeps all points, 16 bytes each.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        # By step, the newest last.
+        # Newest records by step, the newest last.
         self._newest: dict[int, Record] = {}
+        # Name of a metric -> (steps, values), in the order of steps.
         self._series: dict[str, tuple[array[int], array[float]]] = {}
 
     def __len__(self) -> int:
@@ -56,16 +59,19 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """Return every name with a number in some record."""
+        """Names of all metrics that some record has as a number."""
         return list(self._series)
 
     @property
     def last(self) -> Record:
-        """Newest record; empty before the first, and where a run went back by more than 256 steps, until a reread."""
+        """Newest record; empty before the first record.
+
+        Also empty after a run went back by more than 256 steps, until its file is read again.
+        """
         return next(reversed(self._newest.values()), {})
 
     def add(self, record: Record) -> None:
-        """Add the record of `record["step"]`, in place of an earlier one of that step."""
+        """Add the record of the step `record["step"]`. It replaces an earlier record of the same step."""
         step = int(record["step"])
         if self._newest.get(step) == record:
             return
@@ -90,7 +96,7 @@ class History:
             del self._newest[next(iter(self._newest))]
 
     def drop_after(self, step: int) -> None:
-        """Remove the records of later steps."""
+        """Remove the records of all steps after `step`."""
         self._newest = {number: record for number, record in self._newest.items() if number <= step}
         for steps, values in self._series.values():
             _remove_after(steps, values, step)
@@ -102,17 +108,17 @@ class History:
         return [record for _, record in zip(range(count), newest)][::-1]
 
     def series(self, name: str) -> Sequence[tuple[int, float]]:
-        """Return (step, value) wherever the metric was recorded, in order."""
+        """Return (step, value) of each step that recorded the metric, in order."""
         steps, values = self._series.get(name, ((), ()))
         return list(zip(steps, values))
 
     def values(self, name: str) -> Sequence[float]:
-        """Return the values of `series`, without a copy."""
+        """Return the values of a metric in the order of steps, without a copy."""
         return self._series.get(name, ((), ()))[1]
 
 
 def _remove_after(steps: "array[int]", values: "array[float]", step: int, last: int | None = None) -> None:
-    """Remove the points of later steps from a series, up to step `last` if there is one."""
+    """Remove the points of all steps after `step` from a series, in place. last: last step to remove; None: all."""
     begin = bisect_right(steps, step)
     end = len(steps) if last is None else bisect_right(steps, last)
     del steps[begin:end]
@@ -124,33 +130,33 @@ class RunState:
     """A run as its files describe it."""
 
     name: str
-    now: float = 0.0  # unix seconds of the view
-    start: Record = field(default_factory=dict)  # run_started of this attempt
-    end: Record = field(default_factory=dict)  # its run_ended
-    startup: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # what -> (since, seconds or None)
-    phase: tuple[str, int, float] | None = None  # (name, step, since)
+    now: float = 0.0  # unix seconds at which this state holds
+    start: Record = field(default_factory=dict)  # event run_started of the newest attempt
+    end: Record = field(default_factory=dict)  # event run_ended of this attempt; empty while it runs
+    startup: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # part -> (begin, seconds or None)
+    phase: tuple[str, int, float] | None = None  # (name, step, begin in unix seconds) of the current phase
     steps: History = field(default_factory=History)
     validations: History = field(default_factory=History)
-    checkpoints: dict[int, Record] = field(default_factory=dict)
+    checkpoints: dict[int, Record] = field(default_factory=dict)  # step -> event of its checkpoint
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
-    health: dict[str, set[int]] = field(default_factory=dict)  # warnings: check -> steps
+    health: dict[str, set[int]] = field(default_factory=dict)  # health check -> steps with a warning
     status: Status = "new"
-    sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views of one
-    damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
+    sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, if the reader reads samples
+    damaged: dict[str, int] = field(default_factory=dict)  # file -> number of damaged lines, which are left out
     checkpoint_metric: str = ""
     configured_bound: float = float("inf")  # health.max_token_mult_prob_error
-    probed_bound: float | None = None  # bound of the steps after this attempt's probe; None: the configured one
-    cuts_distribution: bool = False  # generation.top_p or top_k are set
-    declared: MetricTable = field(default_factory=installed_rows)  # the run's own rows; those installed if it has none
+    probed_bound: float | None = None  # bound that this attempt's probe found; None means the configured bound
+    cuts_distribution: bool = False  # True if generation.top_p or top_k is set
+    declared: MetricTable = field(default_factory=installed_rows)  # metrics that the run declares, else installed ones
 
     @property
     def mismatch_bound(self) -> float:
-        """Bound on the judged mismatch, as the run's health checks have it."""
+        """Bound of the run's health check on the metric `judged_mismatch`."""
         return self.configured_bound if self.probed_bound is None else self.probed_bound
 
     @property
     def bound_source(self) -> str:
-        """Source of that bound, in words."""
+        """Origin of `mismatch_bound` in words: the config's key, or the probe."""
         key = "health.max_token_mult_prob_error"
         if self.mismatch_bound == self.configured_bound:
             return key
@@ -158,39 +164,41 @@ class RunState:
 
     @property
     def judged_mismatch(self) -> str:
-        """Metric of the bound, over tokens sampled by the whole distribution of equal weights."""
-        # Older weights or a cut distribution sampled the other tokens.
+        """Name of the metric that `mismatch_bound` bounds."""
+        # Only tokens that equal weights sampled from the whole distribution are comparable. If older weights or a cut
+        # distribution sample, only the parity metric has such tokens.
         needs_parity = self.cuts_distribution or GREATEST_AGE.name in self.last
         return PARITY.name if needs_parity else STEP_MISMATCH.name
 
     @property
     def algorithm(self) -> str:
-        """grpo or sft."""
+        """Algorithm of the run: `grpo` or `sft`."""
         return str(self.start.get("algorithm", "grpo"))
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run; 0 if it is not known."""
         return int(self.start.get("num_steps", 0))
 
     @property
     def step(self) -> int:
-        """Number of steps done. A bounded series may lack the step that an attempt began at."""
+        """Number of finished steps."""
+        # A limited series may lack the step at which the attempt began.
         return max([int(self.start.get("start_step", 0)), *self.steps.steps[-1:]])
 
     @property
     def last(self) -> Record:
-        """Record of the newest step, see `History.last`."""
+        """Record of the newest step; empty before the first, see `History.last`."""
         return self.steps.last
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of this attempt."""
+        """Seconds since this attempt began."""
         return max(0.0, self.now - float(self.start.get("time", self.now)))
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, by the mean wall time of the last steps; None before the first step."""
+        """Estimated seconds until the run ends, by the mean time of the last steps; None if it cannot be estimated."""
         mean = self.mean(STEP_SECONDS.name, ETA_STEPS)
         since = self.latest("time")
         if mean is None or since is None or self.status != "running":
@@ -201,22 +209,22 @@ class RunState:
         return self.validations if name.startswith("validation/") else self.steps
 
     def series(self, name: str) -> Sequence[tuple[int, float]]:
-        """Return (step, value) wherever a step, or for validation/* a validation, recorded the metric."""
+        """Return (step, value) of each step that recorded a metric, for validation/* of each validation."""
         return self._history(name).series(name)
 
     def values(self, name: str) -> Sequence[float]:
-        """Return the values of `series`."""
+        """Return the values of a metric in the order of steps."""
         return self._history(name).values(name)
 
     def latest(self, name: str) -> float | None:
-        """Return the newest value of a metric; None before the first."""
+        """Return the newest value of a metric; None if it has none."""
         values = self.values(name)
         return values[-1] if values else None
 
     def latest_of_generator(self, name: str) -> float | None:
-        """Return the newest value of a generator's metric; of an ended run, the value of its last usual step.
+        """Return the newest value of a generator's metric, or after the end of a run the value of its last usual step.
 
-        In the last steps of an asynchronous run little or nothing is left to sample, so they say nothing about the
+        In the last steps of an asynchronous run little is left to sample, so their values say nothing about the
         generator. A usual step samples at least half as many tokens as it trains on.
         """
         if self.status in ("new", "running") and self.step < self.num_steps:
@@ -229,12 +237,12 @@ class RunState:
         return self.latest(name)
 
     def mean(self, name: str, count: int | None = None) -> float | None:
-        """Return the mean over the metric's last `count` values, or all."""
+        """Return the mean of a metric's last `count` values, or of all; None if it has no value."""
         values = self.values(name)[-count:] if count else self.values(name)
         return sum(values) / len(values) if values else None
 
     def end_with(self, event: Record) -> None:
-        """Apply a run_ended event known to the run's process. Its file may have had no room."""
+        """Apply the event run_ended if the run's files lack it, for example because of a full disk."""
         if not self.end:
             self.apply_event(event)
             self.status = event["status"]
@@ -246,7 +254,7 @@ class RunState:
         return [event for event in self.events if float(event["time"]) >= begin]
 
     def apply_event(self, event: Record) -> None:
-        """Fold one event into the state."""
+        """Add one event to the state."""
         kind = event.get("kind")
         if kind == "run_started":
             done = int(event.get("start_step", 0))
@@ -280,7 +288,7 @@ class RunState:
         elif kind == "warning" and "check" in event:
             self.health.setdefault(str(event["check"]), set()).add(int(event.get("step", 0)))
         elif kind == "submitted":
-            # The job's driver has not started yet; the end of an earlier attempt is not its end.
+            # The submitted job has not started its driver yet. The end of an earlier attempt must not count for it.
             self.start = {}
             self.end = {}
             self.phase = None
@@ -293,21 +301,21 @@ class RunState:
             self.events.append(event)
 
     def apply_metrics(self, record: Record) -> None:
-        """Fold the record of one step or validation into the state."""
+        """Add the record of one step or validation to the state."""
         if record["step"] > self.start.get("start_step", 0) and record["time"] < self.start.get("time", 0.0):
-            # The resumed run will cut the record off the file once its checkpoint is loaded.
+            # An earlier attempt's step after the checkpoint. The resumed run will remove the record from the file.
             return
         if record.get("kind") == "validation":
             self.validations.add(record)
-        elif record.get("kind") != "checkpoint":  # the checkpoint's event says as much
+        elif record.get("kind") != "checkpoint":  # the event of the checkpoint has these facts too
             self.steps.add(record)
 
 
 class RunReader:
-    """Follows a run directory and keeps `state` up to date.
+    """Reader that follows a run directory and keeps `state` up to date.
 
-    samples: the newest group of rollouts too. limit: the most points of a series, checkpoints, and warnings of a check,
-    for a reader that lives long.
+    samples: read the newest group of rollouts too. limit: most points of a series, checkpoints, and warnings of a
+    check, for a reader of a long run; None: no limit.
     """
 
     def __init__(self, path: Path, samples: bool = False, limit: int | None = None) -> None:
@@ -320,7 +328,7 @@ class RunReader:
         self._config = path / "config.yaml"
         self._rows = path / METRIC_ROWS
         self._checked = -math.inf
-        # Records that hold no numbers where numbers belong.
+        # Number of records of each file that lack a needed field, or have another type there.
         self._unsound: Counter[Tail] = Counter()
         self._newest = 0.0
         self._newest_metrics = 0.0
@@ -329,14 +337,15 @@ class RunReader:
         )
 
     def poll(self) -> list[Record]:
-        """Bring `state` up to date; return the new events and metrics by time.
+        """Read the files, and bring `state` up to date; return the new events and metrics in the order of time.
 
-        A restart replaces metrics.jsonl, without the steps that will be done again; reread records are not new.
+        A restart replaces metrics.jsonl by a file without the steps that will be repeated. Its records are read again,
+        but they are not new.
         """
         state = self.state
         events = self._read_sound(self._events, "time", "kind")
         metrics = [_keep_numbers(record) for record in self._read_sound(self._metrics, "time", "step")]
-        # Events first: run_started of a resumed run clears records that its metrics are about to repeat.
+        # Events first: run_started of a resumed run removes the steps that its metrics will repeat.
         for event in events:
             try:
                 state.apply_event(event)
@@ -377,7 +386,7 @@ class RunReader:
         return news
 
     def _read_sound(self, tail: Tail, *keys: str) -> list[Record]:
-        """Read a file's new records; count damaged ones, and return the others."""
+        """Return a file's new records that have numbers where needed. Count the other records as damaged."""
         records = tail.read()
         sound = [record for record in records if is_sound(record, keys)]
         self._unsound[tail] += len(records) - len(sound)
@@ -386,7 +395,7 @@ class RunReader:
 
 
 def read_state(path: Path, samples: bool = False) -> RunState:
-    """Return the state of a run by its files. samples: with the newest group of rollouts."""
+    """Read a run's files once, and return its state. samples: read the newest group of rollouts too."""
     reader = RunReader(path, samples)
     reader.poll()
     return reader.state
@@ -413,7 +422,8 @@ def _modification_time(path: Path) -> float:
 
 
 def _from_config(config: Path) -> tuple[str, float, bool]:
-    """Return checkpoint.metric, the bound on the mismatch, infinite without one, and if top_p or top_k are set."""
+    """Return from a config.yaml: checkpoint.metric, the bound on the mismatch (infinite if not set), and True if
+    top_p or top_k is set."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""Summary of a run: results, cost, and the commands to type next."""
+"""Summary of a run: results, times and memory, and the commands to type next."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -19,12 +19,12 @@ from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.throughput import MFU, split
 
-# Mean share of groups with equal rewards from which on the summary names the share.
+# Least mean share of groups with equal rewards that the summary mentions.
 _MOSTLY = 0.9
 
 
 def print_summary(state: RunState, console: Console) -> None:
-    """Print the summary table and the next steps; commands are printed whole, however long."""
+    """Print the summary table and the commands to type next. Long commands are not wrapped."""
     console.print(summary_table(state))
     print_next_steps(state, console)
 
@@ -32,21 +32,21 @@ def print_summary(state: RunState, console: Console) -> None:
 def say_goodbye(state: RunState, console: Console, failure: Exception | None = None) -> None:
     """Print the failure of a view, if any, and the summary.
 
-    Never raises: no run fails because nobody reads its summary.
+    Never raises, so that no run fails because its summary cannot be printed.
     """
     try:
         if failure is not None:
             console.print(Text(f"the view stopped early: {failure!r}", style="yellow"))
         print_summary(state, console)
     except SystemExit:
-        pass  # rich leaves the program at a broken pipe, as of `| head -2`: nobody reads further
+        pass  # rich raises this at a broken pipe, for example of `| head -2`
     except Exception as error:
         with suppress(OSError):
             print(f"the summary could not be printed: {error!r}", file=sys.stderr)
 
 
 def summary_table(state: RunState) -> Group:
-    """Return one line on how the run ended, then the table."""
+    """Return one line with the run's status, then the table of results."""
     style = ENDS.get(state.status, "bold red" if state.status == "died" else "cyan")
     reason = one_line(state.end.get("reason") or "")
     title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
@@ -54,7 +54,7 @@ def summary_table(state: RunState) -> Group:
 
 
 def print_next_steps(state: RunState, console: Console) -> None:
-    """Print the commands that the run proposes, each on one line."""
+    """Print the commands that the run proposes, one on each line."""
     commands = state.end.get("next") or []
     if commands:
         console.print("\n[bold]Next steps[/]")
@@ -63,7 +63,7 @@ def print_next_steps(state: RunState, console: Console) -> None:
 
 
 def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
-    """Yield (label, value) of each result and cost that the run has."""
+    """Yield (label, value) of each known result of the run, and of its times and memory."""
     yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed_s)}"
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
@@ -100,7 +100,7 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         newest = state.checkpoints[max(state.checkpoints)]
         yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
-    # Where older weights sample, or a cut distribution, the largest value is no error.
+    # If older weights or a cut distribution (top_p, top_k) sampled, a large mismatch is no error.
     is_comparable = not any(state.values(metric_rows.GREATEST_AGE.name)) and not state.cuts_distribution
     if (mismatch := state.values(STEP_MISMATCH.name)) and is_comparable:
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
@@ -121,7 +121,7 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _failed_validation(state: RunState) -> str:
-    """Return how many answers of the last validation had no score; empty if all had one."""
+    """Return a text on the answers of the last validation without a score; empty if all had one."""
     last = state.validations.last
     failed = last.get(UNSCORED_ANSWERS.name, 0)
     if not failed:
@@ -132,7 +132,7 @@ def _failed_validation(state: RunState) -> str:
 
 
 def _failed_rewards(state: RunState) -> str:
-    """Return how many rollouts had failed rewards, in training and validation; empty if none had."""
+    """Return a text on the rollouts with failed rewards in training and validation; empty if there were none."""
     failed = [count for count in state.values(metric_rows.FAILED_REWARDS.name) if count]
     held_out = sum(state.values(UNSCORED_ANSWERS.name))
     parts = []
@@ -165,6 +165,6 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _means(state: RunState, show: Callable[[float], str], group: str, names: tuple[str, ...]) -> str:
-    """Return the means of the recorded metrics of a group."""
+    """Return the mean over steps of each recorded metric `group/name`, as one text."""
     means = {name: state.mean(f"{group}/{name}") for name in names}
     return " · ".join(f"{name} {show(mean)}" for name, mean in means.items() if mean is not None)

@@ -1,6 +1,6 @@
-"""Live views of a run: a thread follows its files and shows a screen (`LiveDashboard`) or lines (`LineView`).
+"""Live views of a run: a thread follows the run's files and shows a screen (`LiveDashboard`) or lines (`LineView`).
 
-They read the run directory and nothing else, so a live, a finished and a copied run look the same.
+A view reads only the run directory, so a live, a finished and a copied run look the same.
 """
 
 import os
@@ -25,27 +25,28 @@ from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.safe_text import neutral
 
+# Seconds between two readings of the run's files.
 POLL_S = 0.25
-# Without news the screen is still redrawn this often, for its clocks.
+# Seconds between two drawings of the screen if there are no new records, so that its clocks go on.
 IDLE_REDRAW_S = 0.5
 
 
 class RunView(ABC):
-    """Shows a run from its files while the `with` block runs, then prints the summary.
+    """View that shows a run from its files while the `with` block runs, then prints the summary.
 
-    A failure in here ends the view, never the run; its reason is printed at the end.
+    An error of the view ends the view and never the run. It is printed at the end.
     """
 
-    # True if it shows rollouts.
+    # True if the view shows rollouts.
     samples = False
-    # Sequence that gives the terminal back to the shell.
+    # Escape sequence that leaves the terminal's alternate screen.
     leave_screen = ""
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self._run = run
-        # A run may have many steps, each with many metrics. The driver must not grow with their number.
+        # Limited, because this runs in the driver, whose memory must not grow with the numbers of steps and metrics.
         self.reader = RunReader(run.path, self.samples, LIVE_POINTS)
-        # The run_ended event, set by the run's own process: its file may have had no room.
+        # The run_ended event, set by the run's process in case a full disk kept it out of events.jsonl.
         self.end: Record | None = None
         self.console = console
         self._failure: Exception | None = None
@@ -57,7 +58,7 @@ class RunView(ABC):
         """Read new records and show them."""
 
     def screen(self) -> AbstractContextManager[object]:
-        """Return the context in which `update` is called."""
+        """Return the context manager within which `update` is called."""
         return nullcontext()
 
     def __enter__(self) -> "RunView":
@@ -67,19 +68,19 @@ class RunView(ABC):
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
-        # All steps count in the summary.
+        # Read again without a limit, because the summary is over all steps.
         state = read_state(self._run.path)
         if self.end:
             state.end_with(self.end)
         say_goodbye(state, self.console, self._failure)
 
     def give_back(self, last_words: str) -> None:
-        """Leave the screen and print, for a process that ends inside the block. Takes no lock."""
+        """Leave the alternate screen and print `last_words`, before the process ends in the block. Takes no lock."""
         with suppress(OSError, ValueError):
             os.write(self.console.file.fileno(), f"{self.leave_screen}{last_words}\n".encode())
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Block until the run has ended or died, or is given up: for a viewer that is not the run itself."""
+        """Block until the run has ended or died, or `given_up` returns True. For a process that is not the driver."""
         while self.reader.state.status in ("new", "running") and self._thread.is_alive() and not given_up():
             time.sleep(POLL_S)
 
@@ -90,7 +91,7 @@ class RunView(ABC):
                     self.update()
                 self.update()
         except BrokenPipeError:
-            # The reader has left, as of `| head -2`. Output goes to nothing from now on: a print must not end the run.
+            # The reader of the pipe has gone, for example `| head -2`. Discard further output, so that no print raises.
             with suppress(SystemExit, OSError):
                 self.console.on_broken_pipe()
         except Exception as failure:
@@ -98,7 +99,7 @@ class RunView(ABC):
 
 
 class LiveDashboard(RunView):
-    """The dashboard on a terminal's alternate screen."""
+    """View that draws the dashboard on a terminal's alternate screen."""
 
     samples = True
     leave_screen = "\x1b[?1049l\x1b[?25h"
@@ -132,10 +133,10 @@ class LiveDashboard(RunView):
 
 
 class LineView(RunView):
-    """One line a step for pipes and log files."""
+    """View that prints one line for each step, for pipes and log files."""
 
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
-        """every: steps from one line to the next; the last step is shown too. since: unix seconds, see `show_run`."""
+        """every: number of steps from one line to the next; the last step is shown too. since: see `show_run`."""
         self._out = out or sys.stdout
         super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else PIPE_WIDTH))
         self._format = LineFormat(every)
@@ -150,12 +151,12 @@ class LineView(RunView):
 
 @contextmanager
 def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int, since: float) -> Iterator[RunView]:
-    """Show `run` while the block runs, and its summary after it.
+    """Show `run` while the block runs, and its summary after the block.
 
-    The dashboard is for a terminal, lines are for everything else, never both. dashboard, every: telemetry.dashboard
-    and run.log_every. since: unix seconds of the attempt's start; lines are of later records. Emit run_ended before
-    leaving the block, and tell the view. Under the dashboard, other output of this process goes to
-    logs/latest/driver.log: start the attempt first.
+    A terminal gets the dashboard, any other output gets lines. dashboard: telemetry.dashboard. every: run.log_every.
+    since: unix seconds of the attempt's start; earlier records give no lines. The caller must emit run_ended, and set
+    the view's `end`, before it leaves the block. Under the dashboard, other output of this process goes to
+    logs/latest/driver.log, so the attempt must have started before.
     """
     if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
         with (
@@ -170,10 +171,10 @@ def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int, s
 
 @contextmanager
 def terminal_alone(log: Path) -> Iterator[TextIO]:
-    """Yield a stream to the terminal; file descriptors 1 and 2, native code's too, append to `log`.
+    """Yield a stream to the terminal, and redirect file descriptors 1 and 2 to the end of `log`.
 
-    Child processes started inside inherit the log. Everything is put back at the end, also after an error,
-    so that a traceback is seen.
+    This includes output of native code and of child processes. Both descriptors are restored at the end, also after an
+    error, so that a traceback is seen.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,7 +190,7 @@ def terminal_alone(log: Path) -> Iterator[TextIO]:
         sys.stderr.flush()
         os.dup2(saved[0], 1)
         os.dup2(saved[1], 2)
-        # The terminal may be closed, with text on its way.
+        # A terminal that was closed cannot take the text that is still buffered.
         with suppress(OSError):
             terminal.close()
         for descriptor in (*saved, target):

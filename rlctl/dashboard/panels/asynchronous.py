@@ -18,9 +18,12 @@ from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.throughput import GENERATOR_IDLE
 
+# Number of last steps in the timeline.
 STEPS = 24
+# Width of a label in cells.
 LABEL = 18
-# Distinct without colour too. Phases in the order of a step; idle times come first.
+# (character, style) of each phase, in the order of a step, with idle times first. The characters differ, so that phases
+# can be told apart without colours.
 SIGNS = {
     "idle": ("·", "bright_black"),
     "log_probs": ("▓", "cyan"),
@@ -32,7 +35,10 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def timeline(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw trainer and generator over the same seconds; below them advice and the axis where there is room."""
+    """Draw the phases of the trainer and the load of the generator over the last steps, on one axis of time.
+
+    Advice and the axis stand below if there is room.
+    """
     cells = width - 4 - LABEL
     recent = state.steps.recent(STEPS)
     trainer_parts: list[Part] = []
@@ -70,7 +76,7 @@ def _label(state: RunState, side: str) -> Row:
 
 
 def _longest_phases(records: list[Record], cells: int) -> Iterator[str]:
-    """Yield for each cell of the trainer's line the phase with the largest share, a key of SIGNS."""
+    """Yield for each cell of the trainer's line the phase with the largest share of the cell, a key of SIGNS."""
     spans: list[tuple[float, str]] = []
     for record in records:
         spans += _spans(record)
@@ -79,7 +85,7 @@ def _longest_phases(records: list[Record], cells: int) -> Iterator[str]:
 
 
 def _share_by_cell(spans: list[tuple[float, Name]], cells: int) -> Iterator[dict[Name, float]]:
-    """Lay spans of (seconds, name) end to end, cut them into equal cells, and yield each cell's share by name."""
+    """Join spans (seconds, name) to one line, cut it into equal cells, and yield each cell's shares by name."""
     total = sum(seconds for seconds, _ in spans)
     if total <= 0 or cells < 1:
         return
@@ -101,7 +107,7 @@ def _share_by_cell(spans: list[tuple[float, Name]], cells: int) -> Iterator[dict
 
 
 def _spans(record: Record) -> list[tuple[float, str]]:
-    """Return (seconds, key of SIGNS) of a step, in order."""
+    """Return (seconds, key of SIGNS) of each phase of a step, in the order of SIGNS."""
     seconds_of: dict[str, float] = dict.fromkeys(SIGNS, 0.0)
     for key, seconds in record.items():
         if key.startswith("time/") and key != STEP_SECONDS.name:
@@ -119,7 +125,7 @@ def _seconds(record: Record) -> float:
 
 
 def age_bound(state: RunState) -> int | None:
-    """Return the run's bound on age in steps; None for a synchronous run, and before the first step."""
+    """Return the run's bound on the age of groups in steps; None for a synchronous run, and before the first step."""
     ages = 0
     while state.latest(f"buffer/age_{ages}") is not None:
         ages += 1
@@ -127,7 +133,7 @@ def age_bound(state: RunState) -> int | None:
 
 
 def ages(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw a row for each age: groups trained in the last step, groups in flight, mismatch of tokens of that age."""
+    """Draw a row for each age: groups trained in the last step, groups in flight, and the mismatch of their tokens."""
     oldest = age_bound(state) or 0
     last = state.last
     entries = [
@@ -161,11 +167,14 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
 
 @dataclass(frozen=True)
 class _AgeEntry:
-    """Groups of one age, or of an age and all greater ones."""
+    """Groups of one age, or of one age and all greater ages."""
 
     label: str
+    # Number of groups trained in the last step.
     trained: float
+    # Number of groups in flight.
     in_flight: float
+    # token_mult_prob_error of the tokens of this age; None without tokens.
     mismatch: float | None
 
 

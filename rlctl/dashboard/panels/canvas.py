@@ -1,7 +1,7 @@
-"""Rows of styled text and the boxes around them, at exact widths.
+"""Rows of styled text, and boxes around rows, at exact widths.
 
-They are composed of rich Segments by hand: that takes a tenth of the time of rich's Layout and Table, and no row is
-ever wider than requested.
+Rows are lists of rich Segments. This takes a tenth of the time of rich's Layout and Table, and no row is ever wider
+than requested.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ PLAIN = Style.null()
 
 
 def row(*parts: Part) -> Row:
-    """Return a row of parts, each plain text or (text, style)."""
+    """Return a row of parts. A part is plain text or (text, style)."""
     segments = []
     for part in parts:
         if isinstance(part, str):
@@ -39,7 +39,7 @@ def fit(content: Row, width: int) -> Row:
 
 
 def spread(begin: Row, end: Row, width: int) -> Row:
-    """Put `begin` and `end` at the two ends of a row; leave `end` out where both do not fit."""
+    """Return a row with `begin` at its left end and `end` at its right end; without `end` if both do not fit."""
     room = width - Segment.get_line_length(end)
     if Segment.get_line_length(begin) + 1 > room:
         return fit(begin, width)
@@ -47,9 +47,10 @@ def spread(begin: Row, end: Row, width: int) -> Row:
 
 
 def box(title: str, content: Sequence[Row], width: int, height: int, aside: str = "", below: str = "") -> list[Row]:
-    """Draw a frame of exactly width x height around rows.
+    """Return rows with a frame of exactly width x height around `content`.
 
-    aside: at the right of the upper edge. below: at the right of the lower edge; each only where it fits.
+    aside: text at the right of the upper edge. below: text at the right of the lower edge. A text without room is left
+    out.
     """
     inner = width - 4
     content_height = height - 2
@@ -68,7 +69,7 @@ def box(title: str, content: Sequence[Row], width: int, height: int, aside: str 
 
 
 def place_side_by_side(*blocks: Sequence[Row]) -> list[Row]:
-    """Put blocks of equal height side by side."""
+    """Return the rows of blocks of equal height, joined from left to right."""
     return [list(chain.from_iterable(rows)) for rows in zip_longest(*blocks, fillvalue=[])]
 
 
@@ -84,7 +85,7 @@ def _edge(title: str, aside: str, width: int) -> Row:
 
 
 class Frame:
-    """Rows as a rich renderable: no wrapping, at most `height` rows of at most `width` cells."""
+    """Rows as a rich renderable: at most `height` rows of exactly `width` cells, without wrapping."""
 
     def __init__(self, rows: Iterable[Row], width: int, height: int) -> None:
         self.rows = [fit(line, width) for line in rows][:height]

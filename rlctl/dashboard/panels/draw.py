@@ -1,9 +1,9 @@
-"""Pictures of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
+"""Drawings made of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-# Never a full block: rows of sparklines stay apart.
+# Without the full block, so that sparklines in neighbouring rows do not touch.
 SPARKS = "▁▂▃▄▅▆▇"
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 # Bits of a braille cell's dots, by row (top first) and column.
@@ -13,9 +13,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """Draw values as at most `width` blocks, lowest to highest; each block of a longer series is a mean.
+    """Return a sparkline of at most `width` blocks, scaled from the lowest to the highest value.
 
-    A constant series is flat at the bottom.
+    In a longer series each block is the mean of several values. A constant series is flat at the bottom.
     """
     cells = resample(values, width)
     if not cells:
@@ -28,7 +28,7 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """Return at most `count` values: means of equal runs of the input."""
+    """Return at most `count` values: means of successive parts of `values` with about equal lengths."""
     if count < 1:
         return []
     if len(values) <= count:
@@ -38,7 +38,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 
 def bar(share: float, width: int) -> str:
-    """Draw `share` (0 to 1) of `width` cells, to an eighth of a cell; from 0.1% on something is visible."""
+    """Return a bar that fills `share` (0 to 1) of `width` cells, to an eighth of a cell. From 0.1% on it is visible."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     if share >= 0.001:
         eighths = max(1, eighths)
@@ -48,10 +48,10 @@ def bar(share: float, width: int) -> str:
 def chart(
     series: Sequence[Points], width: int, height: int, bounds: tuple[float, float]
 ) -> list[list[tuple[str, int]]]:
-    """Draw line charts over one another: `height` rows of `width` cells (character, index of its series or -1).
+    """Return a line chart of several series: `height` rows of `width` cells (character, index of its series or -1).
 
-    bounds: the values at the lowest and highest dot. All series share the x axis, from the least x of any to the
-    greatest. Where two meet in a cell, the later one's colour is shown.
+    bounds: values at the lowest and at the highest dot. The x axis goes from the least to the greatest x of all series.
+    If two series meet in a cell, the cell has the index of the later one.
     """
     # Each cell is (bits of its dots, index of the series).
     cells = [[(0, -1) for _ in range(width)] for _ in range(height)]
@@ -75,12 +75,12 @@ def chart(
 
 
 def _braille(bits: int) -> str:
-    """Return the braille character with these dots; a blank for no dots."""
+    """Return the braille character with the dots of `bits`; a blank if there are none."""
     return chr(0x2800 + bits) if bits else " "
 
 
 def _connect_dots(dots: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the dots and the straight lines between neighbours."""
+    """Return the dots, and the dots on straight lines between neighbours."""
     connected = set(dots)
     for (x0, y0), (x1, y1) in pairwise(dots):
         count = max(abs(x1 - x0), abs(y1 - y0), 1)

@@ -1,4 +1,4 @@
-"""Panels of learning: a row for each metric, most telling first, and the curve of accuracy (grpo) or loss (sft)."""
+"""Panels of learning: a row for each metric, most important first, and the curve of accuracy (grpo) or loss (sft)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,12 +19,14 @@ class ShownMetric:
 
     name: str
     label: str
+    # Formats a value.
     show: Callable[[float | None], str]
+    # Declared place and style in the panel.
     place: PanelRow
 
 
 _SHOW: dict[Unit, Callable[[float | None], str]] = {"share": percent, "factor": error_factor}
-# Explanations of metrics in one line; the longest that fits is shown.
+# Explanations of metrics in one line. The first one that fits is shown.
 LEGENDS = {
     "grpo": (
         "mismatch: token probability, engine to trainer, 1 is exact · uniform: groups of equal rewards, nothing to "
@@ -42,12 +44,12 @@ CURVES = {
     "sft": ("Loss", NLL.name, HELD_OUT_LOSS.name),
 }
 STYLES = ("green", "bold magenta")
-# Cells of the curve's axis labels.
+# Width in cells of the labels at the curve's axis.
 AXIS = 7
 
 
 def metrics_of(state: RunState) -> list[ShownMetric]:
-    """Return the failures while they last, then the metrics that have a value."""
+    """Return the metrics to show: first the metrics of failures that are above 0, then those that have a value."""
     listed = list[ShownMetric]()
     for metric in state.declared.rows:
         for place in metric.panel:
@@ -67,7 +69,7 @@ def metrics_of(state: RunState) -> list[ShownMetric]:
 
 
 def _rows_of(state: RunState, metric: Metric, place: PanelRow) -> Iterator[ShownMetric]:
-    """Yield a row for the metric, or for each of the family that the newest step recorded."""
+    """Yield a row for a metric, or for each metric of a family that the newest step recorded."""
     names = [metric.name]
     if metric.is_family:
         names = [name for name in state.last if metric.pattern.fullmatch(name)]
@@ -81,15 +83,15 @@ def _algorithm(state: RunState) -> str:
 
 
 def legend(state: RunState, width: int) -> str:
-    """Return an explanation of the metrics within `width` cells; empty where that is too narrow, or none needs it."""
+    """Return an explanation of the metrics of at most `width` cells; empty if none fits or none is needed."""
     kind = "async" if GREATEST_AGE.name in state.last else state.algorithm
     return next((text for text in LEGENDS.get(kind, ()) if len(text) <= width), "")
 
 
 def learning(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw a row for each metric: label, newest value, alarm, course."""
-    # Tokens of older weights differ from the trainer's by its learning since, tokens under top_p and top_k by the cut.
-    # The bound holds for the parity in these cases. The ages panel shows older tokens apart.
+    """Draw a row for each metric: label, newest value, alarm sign, sparkline."""
+    # If older weights or top_p and top_k sample, the step's mismatch is large without an error. The bound is then on
+    # the parity metric (`judged_mismatch`), and the panel of ages shows the mismatch by age.
     rows = []
     for metric in metrics_of(state)[: height - 2]:
         latest = state.latest(metric.name)
@@ -98,7 +100,7 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
         if metric.name == state.judged_mismatch and latest is not None and latest > state.mismatch_bound:
             is_alarming = True
         colour = "bold red" if is_alarming else metric.place.style
-        # A series that changes by less than the shown digits looks constant.
+        # A series that changes by less than the shown digits is drawn as constant.
         is_constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
         course = [0.0] * len(values) if is_constant else values
         rows.append(
@@ -113,7 +115,7 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def curve(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw accuracy or loss over steps, train and validation together."""
+    """Draw the curves of accuracy or loss over steps, of training and validation in one chart."""
     title, *names = CURVES[_algorithm(state)]
     cells_wide = width - 4 - AXIS
     cells_high = height - 4
@@ -149,7 +151,7 @@ def _bounds(values: list[float]) -> tuple[float, float]:
     low = min(values, default=0.0)
     high = max(values, default=1.0)
     if low == high:
-        # Flat at the bottom, as a constant sparkline.
+        # A constant curve is flat at the bottom, like a constant sparkline.
         return low, low + 1.0
     margin = 0.05 * (high - low)
     return low - margin, high + margin

@@ -8,20 +8,20 @@ from rlctl.dashboard.state import RunState
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.safe_text import neutral
 
-# Cells of a panel from which on two rollouts are shown.
+# Least width in cells of a panel with two rollouts.
 TWO = 100
 PROMPT_ROWS = 2
 
 
 def rollout(state: RunState, width: int, limit: int) -> list[Row]:
-    """Draw one or two rollouts of the newest group in at most `limit` rows, with the command for all."""
+    """Draw the best and, with room, the worst rollout of the newest group in at most `limit` rows."""
     group = state.sample
     inner = width - 4
     by_reward = sorted(group["rollouts"], key=lambda record: -(record.get("reward") or 0.0))
     chosen = by_reward[:1]
     if inner >= TWO and len(by_reward) > 1:
         chosen = [by_reward[0], by_reward[-1]]
-    # An environment may pose the task: the task then has no prompt.
+    # A group has no prompt if the environment begins the chat.
     prompt = _wrap_lines(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
     room = (inner - 2 * (len(chosen) - 1)) // len(chosen)
     columns = [_column(record, room, limit - 2 - len(prompt)) for record in chosen]
@@ -38,7 +38,7 @@ def rollout(state: RunState, width: int, limit: int) -> list[Row]:
 
 
 def _column(record: Record, width: int, limit: int) -> list[Row]:
-    """Draw a rollout in at most `limit` rows; "…" where its text goes on."""
+    """Draw a rollout in at most `limit` rows. A last row "…" says that its text goes on."""
     rows = [row(*headline(record))]
     rows += [row((line, "bright_black")) for line in textwrap.wrap(facts(record), width)]
     for text, sampled in pieces(record):
@@ -48,7 +48,7 @@ def _column(record: Record, width: int, limit: int) -> list[Row]:
 
 
 def _wrap_lines(text: str, width: int) -> list[str]:
-    """Return the lines of a text, each wrapped at `width` cells; an empty line stays."""
+    """Return the lines of a text wrapped at `width` cells. Empty lines are kept."""
     wrapped = []
     for line in neutral(text).expandtabs(4).split("\n"):
         wrapped += textwrap.wrap(line, max(1, width), replace_whitespace=False) or [""]

@@ -9,7 +9,9 @@ from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.resource_monitor import UTILIZATION
 from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
 
+# Number of last steps for means.
 RECENT = 20
+# Phases in the order of a step.
 ORDER = ("data", "generation", "reward", "refit", "log_probs", "advantage", "train", "validation", "checkpoint")
 STYLE = {
     "generation": "blue",
@@ -25,7 +27,7 @@ Times = dict[str, tuple[float, float]]
 
 
 def timing(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw a bar for each phase, the last step in full and the mean of recent steps behind it."""
+    """Draw a bar for each phase: solid for the last step, and shaded up to the mean of recent steps."""
     last = state.latest(STEP_SECONDS.name)
     mean = state.mean(STEP_SECONDS.name, RECENT)
     aside = f"last {duration(last)} · mean {duration(mean)}" if last is not None else ""
@@ -53,7 +55,7 @@ def timing(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def _merge_smallest(times: Times, limit: int) -> Times:
-    """Return at most `limit` phases: the smallest phases become one, called rest."""
+    """Return at most `limit` phases. The smallest phases are merged to one named `rest`."""
     largest = set(sorted(times, key=lambda name: -max(times[name]))[: max(0, limit - 1)])
     merged: Times = {}
     rest_last = 0.0
@@ -88,7 +90,7 @@ def phase_times(state: RunState) -> Times:
 
 
 def throughput(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw the throughputs that the algorithm has, and MFU where it is known."""
+    """Draw the throughputs of the run's algorithm, and MFU if it is known."""
     rows = []
     for name in ("training",) if state.algorithm == "sft" else ("effective", "training", "generation"):
         key = f"throughput/{name}"
@@ -100,7 +102,7 @@ def throughput(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def _engines(state: RunState) -> str:
-    """Return the median and the slowest of several engines, in words; empty for one."""
+    """Return a text on the median and the slowest engine's throughput; empty for a single engine."""
     median = state.latest(MEDIAN_ENGINE_RATE.name)
     slowest = state.latest(SLOWEST_ENGINE_RATE.name)
     if median is None or slowest is None:
@@ -114,7 +116,7 @@ def _course(state: RunState, label: str, name: str, latest: str, width: int) -> 
 
 
 def idle(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw a bar for each side, as long as it was idle, and one for the most idle of several engines."""
+    """Draw the idle share of each side as a bar, and that of the most idle engine if there are several."""
     rows = _idle_rows(state, width - 4)
     greatest_share = state.latest(IDLEST_ENGINE.name)
     if greatest_share is not None:
@@ -123,7 +125,7 @@ def idle(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def memory(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw the memory of each kind of process, and how busy the devices are."""
+    """Draw the memory of each kind of process, and the utilization of the devices."""
     rows = []
     for side, label in (("trainer", "trainer rank"), ("engine", "engine"), ("driver", "driver")):
         if (used_gib := state.latest(f"memory/{side}_gib")) is not None:

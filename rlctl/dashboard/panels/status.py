@@ -1,4 +1,4 @@
-"""Panels of status: the head, the list of parts that start before the first step, and the last events."""
+"""Panels of status: the header, the list of parts that start before the first step, and the last events."""
 
 import textwrap
 import time
@@ -22,12 +22,12 @@ SIGNS = {
     "stopped": ("■", "bold yellow"),
     "died": ("✘", "bold red"),
 }
-# Cells of an event's clock.
+# Width in cells of an event's clock time.
 CLOCK = 10
 
 
 def header(state: RunState, width: int) -> list[Row]:
-    """Draw the run's name, its progress, and its present phase."""
+    """Draw the run's name, progress and current phase."""
     attempt = int(state.start.get("attempt", 1))
     parts = (model_name(str(state.start.get("model", ""))), f"attempt {attempt}" if attempt > 1 else "")
     version = state.latest(WEIGHT_VERSION.name)
@@ -65,7 +65,7 @@ def _activity(state: RunState) -> Row:
 
 
 def _processes(start: Record) -> str:
-    """Return the numbers of trainer ranks and engines, and on GPUs the devices of each."""
+    """Return a text on the numbers of trainer ranks and engines, and of their GPUs."""
     ranks = int(start.get("ranks", 0))
     engines = int(start.get("engines", 0))
     devices = start.get("devices") or {}
@@ -86,8 +86,8 @@ def _processes(start: Record) -> str:
 
 
 def startup(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw the parts of a start with their seconds: the started parts, and those that are still starting."""
-    # Name -> (since, seconds or None).
+    """Draw the parts of the run's start with their seconds: finished parts, and parts that are still starting."""
+    # Name of a part -> (begin, seconds or None).
     parts = dict(state.startup)
     scale = max((seconds or state.now - since for since, seconds in parts.values()), default=0.0)
     if state.phase is not None and not state.steps:
@@ -112,7 +112,7 @@ def startup(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]:
-    """Draw the last events, newest below, each whole, on several rows if need be. legend: words on the lower edge."""
+    """Draw the last events, the newest at the bottom, long ones on several rows. legend: text on the lower edge."""
     room = height - 2
     events = [event for event in state.events if event["kind"] != "validation_started"]
     events += state.validations.recent(height)
@@ -129,6 +129,6 @@ def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]
         lines += [row(" " * CLOCK, (line, style)) for line in further_lines]
         if rows and len(rows) + len(lines) > room:
             break
-        # Of an event that is longer than the panel the beginning is shown.
+        # Show the beginning of an event that is longer than the panel.
         rows = [*lines[:room], *rows]
     return box("Events", rows, width, height, below=legend)

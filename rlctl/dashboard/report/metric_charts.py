@@ -1,7 +1,7 @@
-"""Charts of a report: the metrics of each, its section and its form. Pure.
+"""Charts of a report: the metrics of each chart, its section and its form. Pure.
 
-The rows of a run's metrics name their charts. A metric that is not declared gets its own chart: an environment's among
-the episodes, any other in the last section. One that is 0 in every step gets none.
+The declaration of a metric names its chart. A metric without a declaration gets its own chart, in the section of
+episodes for an environment's metric, else in the last section. A metric that is 0 in every step gets no chart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,23 +11,25 @@ from typing import Literal
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.metrics import EPISODES, OTHERS, SECTIONS, Metric, ReportChart
 
-# A stack ends at this multiple of its 98th percentile: the first step, which compiles, may take a hundredfold.
+# The axis of a stacked chart ends at this multiple of the 98th percentile, because the first step, which compiles, may
+# take a hundred times as long as others.
 MOST_OF_USUAL = 1.5
 
 Axis = Literal["number", "share", "seconds"]
-# Points of a series; of a longer run each is the mean over several steps.
+# Most points of a series. In a longer run each point is the mean over several steps.
 MOST_POINTS = 800
 
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """Course of one metric of one run."""
+    """Values of one metric over the steps of one run."""
 
+    # Index of the run in the report.
     run: int
     name: str
     steps: list[int]
     values: list[float]
-    # Empty for a metric that is not declared.
+    # Meaning of the metric in words; empty for a metric without a declaration.
     meaning: str = ""
 
 
@@ -38,30 +40,32 @@ class MetricChart:
     section: str
     title: str
     unit: Axis = "number"
-    # Areas one above the other instead of lines; a chart for each run.
+    # True for stacked areas instead of lines, with one chart for each run.
     stacked: bool = False
-    # A horizontal line: bound of a health check, and its source in words.
+    # Bound of a health check, drawn as a horizontal line; None for no line.
     bound: float | None = None
+    # Origin of the bound in words.
     bound_source: str = ""
     series: list[MetricSeries] = field(default_factory=list)
-    # For a stacked chart: names in the same chart of any run, and the end of its axis, so that runs can be compared.
+    # Names of the metrics of all runs, for a stacked chart. With them the colours are equal in the runs' charts.
     names: tuple[str, ...] = ()
+    # End of the axis of a stacked chart, equal in the runs' charts.
     top: float = 0.0
 
     @property
     def meanings(self) -> dict[str, str]:
-        """Return the meaning of each metric of the chart by its name."""
+        """Meaning of each metric of the chart, by the metric's name."""
         return {metric.name: metric.meaning for metric in self.series}
 
 
-# The bound on the mismatch is drawn once the metric has come this share of the way from 1 to the bound. Before, it
-# would flatten the curve.
+# The bound on the mismatch is drawn if the metric has exceeded this share of the distance from 1 to the bound. A bound
+# far above the curve would flatten the curve.
 NEAR = 0.2
 
 
 def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
-    """Return the charts that have something to draw: a section's together, in the order of their places."""
-    # (section, title) -> names with their rows.
+    """Return the charts that are not empty, by section, in the declared order."""
+    # (section, title) -> (name, declaration) of each metric.
     metrics_of_chart: dict[tuple[str, str], list[tuple[str, Metric]]] = {}
     for name in sorted(_drawn_names(states)):
         row = _row_of(states, name)
@@ -84,7 +88,7 @@ def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
 def _charts(
     states: Sequence[RunState], section: str, title: str, metrics: Sequence[tuple[str, Metric]]
 ) -> list[MetricChart]:
-    """Return the chart of metrics of one title; several, one for each run, if their areas are stacked."""
+    """Return the chart of the metrics with one title, or for a stacked chart one chart for each run."""
     units = {row.unit for _, row in metrics}
     unit: Axis = "number"
     if units == {"share"}:
@@ -102,7 +106,7 @@ def _charts(
 
 
 def _row_of(states: Sequence[RunState], name: str) -> Metric:
-    """Return the row that draws a metric: the first run's row with a chart, else a row without a meaning."""
+    """Return the declaration of a metric with a chart from the first run that has one, else a default declaration."""
     rows = (state.declared.find(name) for state in states)
     declared = next((row for row in rows if row and row.chart), None)
     section = EPISODES if name.startswith("environment/") else OTHERS
@@ -110,21 +114,21 @@ def _row_of(states: Sequence[RunState], name: str) -> Metric:
 
 
 def _place(metric: tuple[str, Metric]) -> tuple[int, str]:
-    """Return the place of a metric in its section; the names of a family are in alphabetical order."""
+    """Return the sort key of a metric within its section. The metrics of a family are in alphabetical order."""
     name, row = metric
     assert row.chart
     return row.chart.place, name
 
 
 def _section_place(section: str) -> int:
-    """Return the place of a section; users' own come before the last one."""
+    """Return the place of a section. Sections of users come before the last section."""
     if section in SECTIONS:
         return SECTIONS.index(section)
     return len(SECTIONS) + 1 if section == OTHERS else len(SECTIONS)
 
 
 def zeros(states: Sequence[RunState]) -> list[str]:
-    """Return the metrics that were recorded and are 0 in every step of every run."""
+    """Return the names of the recorded metrics that are 0 in every step of every run."""
     names: set[str] = set()
     for state in states:
         names.update(_recorded_names(state))
@@ -149,14 +153,17 @@ def _drawn_names(states: Sequence[RunState]) -> set[str]:
 
 
 def _points(state: RunState, name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of a metric. Seconds of a validation are in its record, all others in a step's."""
+    """Return steps and values of a metric, without infinite values.
+
+    A metric that steps lack is taken from the validations, for example a validation's seconds.
+    """
     points = state.series(name) or state.validations.series(name)
     sound = [(step, value) for step, value in points if abs(value) < float("inf")]
     return [step for step, _ in sound], [value for _, value in sound]
 
 
 def _series_of_runs(states: Sequence[RunState], name: str, meaning: str) -> Iterator[MetricSeries]:
-    """Yield the course of a metric in each run that recorded it."""
+    """Yield the series of a metric in each run that recorded it."""
     for run, state in enumerate(states):
         steps, values = _points(state, name)
         steps, values = thin_points(steps, values)
@@ -165,7 +172,7 @@ def _series_of_runs(states: Sequence[RunState], name: str, meaning: str) -> Iter
 
 
 def thin_points(steps: list[int], values: list[float], limit: int = MOST_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `limit` points: means over successive points, each at its last step."""
+    """Return at most `limit` points: means over successive points, each at the last of their steps."""
     size = -(-len(steps) // limit)
     if size <= 1:
         return steps, values
@@ -175,7 +182,7 @@ def thin_points(steps: list[int], values: list[float], limit: int = MOST_POINTS)
 
 
 def stack_sums(series: Sequence[MetricSeries]) -> dict[int, float]:
-    """Return step -> sum over the series."""
+    """Return for each step the sum of the series' values."""
     sums: dict[int, float] = {}
     for metric in series:
         for step, value in zip(metric.steps, metric.values):
@@ -184,7 +191,7 @@ def stack_sums(series: Sequence[MetricSeries]) -> dict[int, float]:
 
 
 def _stacks(chart: MetricChart, series: Sequence[MetricSeries]) -> list[MetricChart]:
-    """Return a stacked chart for each run, with the same colours and axis."""
+    """Return a stacked chart for each run. All have the same colours and the same axis."""
     series_by_run: dict[int, list[MetricSeries]] = {}
     for metric in series:
         series_by_run.setdefault(metric.run, []).append(metric)
@@ -195,14 +202,14 @@ def _stacks(chart: MetricChart, series: Sequence[MetricSeries]) -> list[MetricCh
 
 
 def _axis_top(series: Sequence[MetricSeries]) -> float:
-    """Return the end of the axis of a stack: above nearly every step, and not far above."""
+    """Return the end of a stacked chart's axis: above nearly all steps, but not stretched by a few large ones."""
     sums = sorted(stack_sums(series).values())
     percentile_98 = sums[min(len(sums) - 1, len(sums) * 98 // 100)]
     return min(sums[-1], MOST_OF_USUAL * percentile_98) or 1.0
 
 
 def _fill_steps(series: Sequence[MetricSeries]) -> list[MetricSeries]:
-    """Return the series with a value at every step: 0 where a metric was not recorded, as of a phase that was not."""
+    """Return the series with a value at every step: 0 at a step that did not record the metric."""
     all_steps: set[int] = set()
     for metric in series:
         all_steps.update(metric.steps)
@@ -215,7 +222,7 @@ def _fill_steps(series: Sequence[MetricSeries]) -> list[MetricSeries]:
 
 
 def _bound(states: Sequence[RunState], series: Sequence[MetricSeries]) -> tuple[float | None, str]:
-    """Return the smallest bound on the mismatch that a run came near, and its source; None if none did."""
+    """Return the smallest bound on the mismatch that a run came near, and its origin; None if no run did."""
     near_bounds = []
     for metric in series:
         state = states[metric.run]

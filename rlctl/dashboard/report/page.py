@@ -1,4 +1,4 @@
-"""The report of runs as one HTML page that loads nothing: its texts, its tables, and its data for `report.js`."""
+"""Report of runs as one HTML page that loads no other file: texts, tables, and the data for `report.js`."""
 
 import json
 import re
@@ -22,14 +22,14 @@ from rlctl.dashboard.summary import facts_of
 from rlctl.telemetry.metrics import OTHERS
 
 _HERE = Path(__file__).parent
-# Nothing may be loaded or sent; Vega compiles its expressions.
+# The page may load and send nothing. `unsafe-eval`, because Vega compiles its expressions.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
 _ABSENT = ConfigValue("–", "")
 _HEALTH = "Health and events"
 
 
 def page(runs: Sequence[ReportedRun], written: str) -> str:
-    """Return the HTML. written: when, for the reader."""
+    """Return the report's HTML. written: text for the reader on when it was written."""
     charts = charts_of([run.state for run in runs])
     names = [run.name for run in runs]
     title = " · ".join(names)
@@ -58,7 +58,7 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
         library=vega.script(),
         script=(_HERE / "report.js").read_text(),
     )
-    # A folder's name that is not UTF-8 is read with halves of characters. No file takes them.
+    # Python reads a folder's name that is not UTF-8 with lone surrogates, which cannot be written to a file.
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
@@ -102,7 +102,7 @@ def _anchor(title: str) -> str:
 
 
 def _grid(charts: Sequence[MetricChart], section: str, names: Sequence[str]) -> str:
-    """Return the places of a section's charts; `report.js` fills them in the order of all charts."""
+    """Return the HTML frames of a section's charts. `report.js` draws chart number N into the frame `data-chart` N."""
     cards = "".join(_card(number, chart, names) for number, chart in enumerate(charts) if chart.section == section)
     return f'<div class="grid">{cards}</div>' if cards else ""
 
@@ -146,7 +146,10 @@ def _head(run: ReportedRun) -> str:
 
 
 def _differences(runs: Sequence[ReportedRun]) -> str:
-    """Return the keys in which the runs differ. Runs of different kinds have their own keys in a folded table apart."""
+    """Return a section with the keys in which the runs' configs differ.
+
+    Keys that only runs of one kind have stand in a separate folded table.
+    """
     keys = [key for key in _keys(runs) if len({run.config.get(key, _ABSENT).text for run in runs}) > 1]
     known_runs = [run for run in runs if run.config]
     if len(known_runs) < 2:
@@ -190,7 +193,7 @@ def _keys(runs: Iterable[ReportedRun]) -> list[str]:
 
 
 def _table(runs: Sequence[ReportedRun], keys: Iterable[str], id_: str = "differences") -> str:
-    """Return a row for each key, a column for each run; the meaning of a key appears on hover."""
+    """Return a table with a row for each key and a column for each run. On hover it shows the key's meaning."""
     heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     meanings = meanings_of_keys()
     rows = []

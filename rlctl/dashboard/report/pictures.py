@@ -1,4 +1,4 @@
-"""The charts of a report as pictures, one a section, without a browser."""
+"""Charts of a report as PNG pictures, one picture for each section, without a browser."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,14 +6,14 @@ from rlctl.dashboard.report import vega
 from rlctl.dashboard.report.metric_charts import MetricChart, charts_of
 from rlctl.dashboard.report.source import ReportedRun
 
-# Pixels of a chart, of a stacked one, and of a row.
+# Widths in pixels of a chart, of a stacked chart, and of a row of charts.
 _WIDTH = 380
 _WIDE = 760
 _ROW = 1140
 
 
 def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
-    """Yield (name of a section, PNG)."""
+    """Yield (name of a section, bytes of its PNG)."""
     names = [run.name for run in runs]
     charts = charts_of([run.state for run in runs])
     for section in dict.fromkeys(chart.section for chart in charts):
@@ -22,7 +22,7 @@ def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
 
 
 def _rows(specs: Sequence[vega.Spec]) -> list[list[vega.Spec]]:
-    """Return the charts in rows of at most `_ROW` pixels."""
+    """Return the charts in rows of at most `_ROW` pixels' width."""
     rows: list[list[vega.Spec]] = []
     for spec in specs:
         if not rows or sum(row_spec["width"] for row_spec in rows[-1]) + spec["width"] > _ROW:
@@ -32,7 +32,7 @@ def _rows(specs: Sequence[vega.Spec]) -> list[list[vega.Spec]]:
 
 
 def chart_spec(chart: MetricChart, names: Sequence[str]) -> vega.Spec:
-    """Return a chart with its values, its width and its title: the page has the latter outside the chart."""
+    """Return a chart's specification with values, width and title. On the HTML page these are outside of it."""
     run = f", {names[chart.series[0].run]}" if chart.stacked and len(names) > 1 else ""
     metrics = ", ".join(chart.meanings) if len(chart.meanings) < 3 else ""
     return {

@@ -1,6 +1,6 @@
-"""A run as a report needs it: its state, its config with origins, its events, and samples over its steps.
+"""Facts of a run for a report: its state, its config with origins, its events, and samples of its rollouts.
 
-Everything is read from the run directory. Damaged parts are left out and named.
+Everything is read from the run directory. Damaged parts are left out, and named in remarks.
 """
 
 import json
@@ -24,16 +24,17 @@ from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
 from rlctl.telemetry.rollouts_file import GroupPlace, index, read_groups
 
-# Steps with shown groups, groups of a step, rollouts of a group, and letters of a text.
+# Most steps with samples, groups of a step, rollouts of a group, and characters of a text.
 MOST_STEPS = 24
 MOST_GROUPS = {"train": 2, "validation": 6}
 MOST_ROLLOUTS = 8
 MOST_LETTERS = 3000
-# JSON of a run's samples, bytes.
+# Most characters of a run's samples as JSON.
 MOST_SAMPLES = 400_000
 MOST_EVENTS = 300
+# Kinds of events that a report does not list.
 _UNTOLD = {*SILENT, "validation_started", "processes"}
-# Events that are marks on the chart of health.
+# Kinds of events that are marks on the chart of health.
 HEALTH = {
     "warning",
     "error",
@@ -51,21 +52,23 @@ HEALTH = {
 class ReportedEvent:
     """An event in words."""
 
-    # Seconds since the run began.
+    # Seconds since the run's first event.
     at_s: float
-    # Steps that were done.
+    # Step of the event, or else the last step finished before the event.
     step: int
     kind: str
-    # A health check's name, or the kind.
+    # Name of a health check, or else the kind, in words.
     label: str
     text: str
 
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """A value of a run's config as YAML, and the place where it was written; empty for a default."""
+    """A value of a run's config."""
 
+    # The value as YAML.
     text: str
+    # File and line, or override, that set the value; empty for a default.
     origin: str
 
 
@@ -79,14 +82,14 @@ class ReportedRun:
     state: RunState
     config: dict[str, ConfigValue]
     events: list[ReportedEvent]
-    # Purpose -> groups, in the order of steps.
+    # Purpose (train or validation) -> sampled groups, in the order of steps.
     samples: dict[str, list[Record]]
-    # One line each on damaged, missing and unfinished parts.
+    # One line on each damaged, missing or unfinished part.
     remarks: list[str]
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
-    """Return the runs in these directories; those of one name are told apart by their paths."""
+    """Return the runs in these directories. If several have the same name, their paths are added to the names."""
     names = [folder.resolve().name for folder in folders]
     return [
         read_run(folder, name if names.count(name) == 1 else f"{name} ({folder.parent})")
@@ -95,7 +98,7 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
 
 
 def read_run(folder: Path, name: str) -> ReportedRun:
-    """Return the run in a directory, as far as its files can be read."""
+    """Return the run in a directory. Parts that cannot be read are left out, and named in remarks."""
     run = RunDir(folder)
     state = read_state(folder)
     state.name = name
@@ -121,7 +124,7 @@ def read_run(folder: Path, name: str) -> ReportedRun:
 
 
 def meanings_of_keys() -> dict[str, str]:
-    """Return the meaning of every key of a config, the number of a list's entry as `N`."""
+    """Return the meaning of every key of a config. In the keys `N` stands for the number of a list's entry."""
     meanings: dict[str, str] = {}
     for kind in KINDS.values():
         meanings |= {key: field.metadata.get("doc", "") for key, field in schema_keys(kind)}
@@ -129,7 +132,7 @@ def meanings_of_keys() -> dict[str, str]:
 
 
 def meaning_of_key(key: str, meanings: dict[str, str]) -> str:
-    """Return the meaning of a key, of an entry of a list that of the list."""
+    """Return the meaning of a key; for an entry of a list without a meaning, the meaning of the list."""
     return meanings.get(schema_key(key)) or meanings.get(schema_key(key).removesuffix(".N"), "")
 
 
@@ -148,7 +151,7 @@ def _remarks(run: RunDir, state: RunState) -> Iterator[str]:
 
 
 def _config(path: Path) -> dict[str, ConfigValue]:
-    """Return dotted key -> value. Raises ConfigError."""
+    """Return the values of a config.yaml by dotted key. Raises ConfigError."""
     tree = compose(path, [])
     origins = recorded_origins(path)
     config = {}
@@ -159,7 +162,7 @@ def _config(path: Path) -> dict[str, ConfigValue]:
 
 
 def _events(path: Path, state: RunState) -> list[ReportedEvent]:
-    """Return the events of all attempts, in order."""
+    """Return the events of all attempts of a run in order."""
     records = [
         record for record in read_records(path) if "kind" in record and isinstance(record.get("time"), (int, float))
     ]
@@ -191,7 +194,7 @@ def _describe(record: Record) -> str:
 
 
 def _samples(path: Path, purpose: str) -> list[Record]:
-    """Return groups of steps evenly over the run, the first and the last among them, within MOST_SAMPLES."""
+    """Return the groups of evenly spaced steps, the first and the last step included, within MOST_SAMPLES."""
     by_step: dict[int, list[GroupPlace]] = {}
     for place in index(path):
         if place.purpose == purpose:
@@ -209,7 +212,7 @@ def _samples(path: Path, purpose: str) -> list[Record]:
 
 
 def evenly(steps: list[int], limit: int) -> list[int]:
-    """Return at most `limit` of the steps, the first and the last among them."""
+    """Return at most `limit` evenly spaced steps, the first and the last included."""
     if len(steps) <= limit:
         return steps
     if limit < 2:
@@ -218,7 +221,7 @@ def evenly(steps: list[int], limit: int) -> list[int]:
 
 
 def _sample_of(group: Record) -> Record:
-    """Return a group as the page shows it: some of its rollouts, and shortened texts."""
+    """Return the fields of a group that the page shows: some of its rollouts, with shortened texts."""
     rollouts = group["rollouts"]
     left_out = len(rollouts) - MOST_ROLLOUTS
     return {

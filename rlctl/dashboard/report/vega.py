@@ -1,7 +1,7 @@
-"""Vega-Lite specifications of a report's charts, and the library that draws them: vl-convert.
+"""Vega-Lite specifications of a report's charts, and their drawing by the package vl-convert.
 
-The package carries Vega, Vega-Lite and Vega-Embed as one script that is put into the page, and draws pictures without
-a browser. It is imported only when a report is made.
+The package contains Vega, Vega-Lite and Vega-Embed as one script, which is put into the page. It also draws pictures
+without a browser. It is imported only when a report is written.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from typing import Any
 
 from rlctl.dashboard.report.metric_charts import MetricChart, stack_sums
 
-# Version of Vega-Lite, among those that the package carries.
+# Version of Vega-Lite; the package contains several.
 VERSION = "6.4"
-# From this many points on the mean over neighbours is drawn over the points, a fortieth of the points on each side.
+# Least number of points of a series that is smoothed if it is noisy.
 _SMOOTHED_FROM = 40
+# The smoothed line is the mean over neighbours: on each side 1/40 of the number of points.
 _NEIGHBOURS = 40
-# A series that goes more than this many times its range is noisy.
+# A series is noisy if the sum of its ups and downs is more than this multiple of its range.
 _NOISY = 5
 
 Spec = dict[str, Any]
@@ -73,7 +74,7 @@ def script() -> str:
 
 
 def picture(rows: Sequence[Sequence[Spec]], theme: Spec) -> bytes:
-    """Return a PNG of charts in rows, twice the size on a screen."""
+    """Return a PNG of charts in rows, at twice the charts' size in pixels."""
     import vl_convert
 
     apart = {"scale": {"color": "independent", "strokeDash": "independent"}}
@@ -82,7 +83,7 @@ def picture(rows: Sequence[Sequence[Spec]], theme: Spec) -> bytes:
 
 
 def config(theme: Spec) -> Spec:
-    """Return the part of every specification that a theme decides."""
+    """Return the part of every specification that depends on the theme."""
     return {
         "background": theme["background"],
         "font": "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif",
@@ -109,7 +110,7 @@ def config(theme: Spec) -> Spec:
 
 
 def rows_of(chart: MetricChart, names: Sequence[str]) -> list[Spec]:
-    """Return the values of a chart as Vega reads them. names: names of the runs."""
+    """Return the values of a chart as rows of data for Vega. names: names of the runs."""
     rows = []
     for number, metric in enumerate(chart.series):
         source = {"metric": metric.name, "run": names[metric.run], "key": f"s{number}"}
@@ -131,7 +132,7 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
     by_run = len(names) > 1 and not chart.stacked
     colour: Spec = {"field": "run" if by_run else "metric", "type": "nominal", "sort": metrics, "legend": _STROKES}
     if by_run:
-        # A run has one colour in all charts, and is named even if no other has the metric.
+        # A run has the same colour in all charts. The legend names it even if it is the only run with the metric.
         colour |= {"sort": list(names), "scale": {"domain": list(names)}, "legend": {**_STROKES, "values": drawn_runs}}
     elif len(metrics) == 1 and not chart.stacked:
         colour["legend"] = None
@@ -153,7 +154,11 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
 
 
 def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
-    """Return the layers of lines: of noisy series faint points and their mean over neighbours, of short ones points."""
+    """Return the layers of a line chart.
+
+    A noisy series is a faint line and its mean over neighbours. A short series is a line with points. Other series are
+    plain lines.
+    """
     kinds: dict[str, list[str]] = {"short": [], "smooth": [], "noisy": []}
     for number, metric in enumerate(chart.series):
         kinds[_kind(metric.values)].append(f"s{number}")
@@ -175,7 +180,7 @@ def _line_layers(chart: MetricChart, encoding: Spec) -> list[Spec]:
     if lines := kinds["smooth"] + kinds["short"]:
         layers.append({"transform": [_series_filter(lines)], "mark": line, "encoding": encoding})
     if kinds["short"]:
-        # The points are a separate layer: points of a line would take the dashes out of the legend.
+        # The points are a separate layer, because points of a line would remove the dashes from the legend.
         point = {"type": "point", "filled": True, "size": 30, "clip": True, "opacity": 1}
         solid = {name: channel for name, channel in encoding.items() if name != "strokeDash"}
         layers.append({"transform": [_series_filter(kinds["short"])], "mark": point, "encoding": solid})
@@ -191,7 +196,7 @@ def _series_filter(keys: Sequence[str]) -> Spec:
 
 
 def _kind(values: Sequence[float]) -> str:
-    """Return how a series is drawn: `short`, `smooth` or `noisy` by how often it goes up and down its whole range."""
+    """Return the kind of a series: `short`, `smooth` or `noisy`. It decides how the series is drawn."""
     if len(values) < _SMOOTHED_FROM:
         return "short"
     way = sum(abs(later - earlier) for earlier, later in pairwise(values))
@@ -199,7 +204,7 @@ def _kind(values: Sequence[float]) -> str:
 
 
 def steps_above(chart: MetricChart) -> list[tuple[int, float]]:
-    """Return (step, sum) of the steps that a stacked chart cuts."""
+    """Return (step, sum) of the steps whose sums are above the end of a stacked chart's axis."""
     return [(step, value) for step, value in stack_sums(chart.series).items() if value > chart.top]
 
 
@@ -227,7 +232,7 @@ def health_spec(names: Sequence[str], rows: int) -> Spec:
 
 
 _STROKES = {"symbolType": "stroke", "symbolOpacity": 1, "symbolStrokeWidth": 2.5}
-# A grey that either background shows.
+# A grey that is visible on both backgrounds.
 _DASHES = {**_STROKES, "symbolStrokeColor": "#808897"}
 _NEAREST = {"type": "point", "fields": ["step"], "nearest": True, "on": "pointermove", "clear": "pointerout"}
 _WINDOW: Spec = {
@@ -235,7 +240,7 @@ _WINDOW: Spec = {
     "select": {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.altKey]"},
     "bind": "scales",
 }
-# A line at the step under the pointer; its datum has the value of every series, s0, s1 and so on.
+# A vertical line at the step under the pointer. Its data has the value of every series by key (s0, s1, ...).
 _HOVER: Spec = {
     "transform": [{"pivot": "key", "value": "value", "groupby": ["step"]}],
     "mark": {"type": "rule", "tooltip": {"content": "data"}},
