@@ -3,7 +3,8 @@
 import os
 
 _names_before = set(os.environ)
-# Its import sets variables for Ray. The caller's process may use Ray in another way; processes of runs set them anew.
+# The import sets environment variables for Ray. They are removed again, because the caller's process may use Ray in
+# another way. The processes of runs set them themselves.
 import rlctl.workers  # noqa: E402, F401
 
 for _name in set(os.environ) - _names_before:

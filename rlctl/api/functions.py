@@ -1,7 +1,7 @@
-"""The functions of `import rlctl`: the commands of the same names, from Python.
+"""The functions of `import rlctl`: rlctl's commands, called from Python.
 
-They take the same recipes and overrides, and raise the same problems. A run or an evaluation is done by a process of
-its own, so that signals, environment and Ray of the caller's process stay as they were.
+They take the commands' recipes and overrides, and raise the same problems. A run or an evaluation runs in a separate
+process, so that it does not change signals, environment variables and Ray of the caller's process.
 """
 
 import time
@@ -23,15 +23,17 @@ from rlctl.preflight.installation import missing_problem
 from rlctl.run.run_dir import RunDir, find_run
 from rlctl.telemetry.jsonl import Tail, is_sound
 
-# Called with the metrics of a step, or of a validation, by name.
+# Called with the metrics of a step or a validation, by name.
 OnStep = Callable[[Mapping[str, float]], object]
+# Called with a line of output.
 Log = Callable[[str], object]
+# Exit codes of a command.
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 
 
 class RunFailed(RuntimeError):
-    """A run or an evaluation that failed though its input was right. The message is the reason."""
+    """A run or an evaluation that failed although its input was right. The message is the reason."""
 
     def __init__(self, reason: str, run: RecordedRun | None = None) -> None:
         super().__init__(reason)
@@ -40,7 +42,7 @@ class RunFailed(RuntimeError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run that was stopped: by Ctrl-C, by `rlctl runs stop`, or by a signal. It is saved, and can be resumed."""
+    """A run that was stopped by Ctrl-C, by `rlctl runs stop`, or by a signal. It is saved and can be resumed."""
 
     def __init__(self, reason: str, run: RecordedRun | None = None) -> None:
         super().__init__(reason)
@@ -54,9 +56,9 @@ class CheckedConfig:
 
     # "grpo" or "sft".
     kind: str
-    # Every key with its value, defaults included.
+    # All values, defaults included.
     config: dict[str, Any]
-    # Remarks, which stop nothing.
+    # Remarks for the user. They stop no run.
     notes: list[str]
 
 
@@ -69,8 +71,8 @@ def check(
 ) -> CheckedConfig:
     """Check a config as `rlctl config check` does, and start nothing.
 
-    recipe: the name of a shipped recipe, a file, or a run. overrides: as for `train`. try_rewards: call each reward on
-    the first row, in a process of its own. try_environments: begin an episode there.
+    recipe: the name of a shipped recipe, a file, or a run. overrides: see `train`. try_rewards: call each reward on
+    the first row, in a separate process. try_environments: begin an episode with the first row, also there.
 
     Raises ConfigError with all problems, in its attribute `problems`.
     """
@@ -98,17 +100,17 @@ def train(
     log: Log | None = print,
     on_step: OnStep | None = None,
 ) -> RecordedRun:
-    """Train as `rlctl train` does on this machine, and return the run once it is done.
+    """Train as `rlctl train` does on this machine, and return the run when it is done.
 
     recipe: the name of a shipped recipe or a file; None only with `resume`. overrides: texts such as
-    "grpo.num_steps=20", or values by dotted key, such as {"grpo.num_steps": 20}. In a mapping a function or a class may
-    stand wherever a recipe names one by `file.py:object`: rewards, environment, agent, loss, advantage. It is loaded by
-    the processes of the run, as from a file. resume: a run to go on with, by name, directory or record.
-    log: called with each line that `rlctl train` prints; None: lines are only in the run's directory. on_step: called
-    with the metrics of each step and each validation, in order, by name (`step` among them).
+    "grpo.num_steps=20", or values by dotted key, such as {"grpo.num_steps": 20}. In a mapping a value may be a function
+    or a class where a recipe would name it by `file.py:object`: rewards, environment, agent, loss, advantage. The
+    processes of the run load it as if from a file. resume: a run to continue, by name, directory or record. log: called
+    with each line that `rlctl train` prints; with None the lines are only in the run's directory. on_step: called with
+    the metrics of each step and each validation in order, by name (`step` included).
 
-    Ctrl-C, or an interrupted notebook cell, has the run finish its step and save; a second one stops it at once. An
-    error of `log` or `on_step` stops the run likewise, and is raised.
+    After Ctrl-C, or an interrupted notebook cell, the run finishes its step and saves; a second Ctrl-C stops it at
+    once. An error of `log` or `on_step` stops the run after its step too, and is then raised.
 
     Raises ConfigError with all problems before anything starts, RunDirError for a `resume` that names no run,
     RunFailed, and Interrupted.
@@ -144,12 +146,13 @@ def evaluate(
     save_every: int = 256,
     log: Log | None = print,
 ) -> list[dict[str, Any]]:
-    """Measure weights on held-out tasks as `rlctl eval` does, and return the result of each data set.
+    """Evaluate weights on held-out tasks as `rlctl eval` does, and return the result of each data set.
 
-    target: a run (its newest checkpoint), a checkpoint, a Hugging Face folder, or a hub name. recipe: whose data and
-    rewards measure it; None: those of the weights' run. data: files of rows instead of the recipe's. samples: answers
-    to each task. step: the checkpoint of this step. to: the folder of results. save_every: tasks between two savings;
-    the same call goes on from them. overrides, log: as for `train`. A result is what `rlctl eval --json` prints.
+    target: a run (its newest checkpoint), a checkpoint, a Hugging Face folder, or a hub name. recipe: a recipe with the
+    data and rewards to use; None means those of the weights' run. data: files of rows to use instead. samples: number
+    of answers to each task. step: use the run's checkpoint of this step. to: folder for results. save_every: number of
+    tasks after which answers are saved; after an interruption the same call continues from the saved answers.
+    overrides, log: see `train`. A result has the fields that `rlctl eval --json` prints.
 
     Raises ConfigError, RunFailed, and Interrupted.
     """
@@ -179,7 +182,7 @@ def load_run(run: str | Path) -> RecordedRun:
 
 
 def _objects_folder(recipe: str | Path | None, overrides: Overrides, resumed: Path | None = None) -> Path:
-    """Return the folder for files of objects, below the run's `run.dir`."""
+    """Return the folder for files of Python objects, below the run's `run.dir`."""
     if resumed is not None:
         return resumed.parent / OBJECTS
     folder = overrides.get("run.dir") if isinstance(overrides, Mapping) else None
@@ -189,7 +192,7 @@ def _objects_folder(recipe: str | Path | None, overrides: Overrides, resumed: Pa
 
 
 def _raise_end(call: Call, code: int) -> None:
-    """Raise the error of a call that did not end well."""
+    """Raise the error of a call that failed or was interrupted. code: exit code of its process."""
     if code == 0 and not call.is_interrupted:
         return
     run = RecordedRun(call.run) if call.run else None
@@ -207,19 +210,20 @@ def _raise_end(call: Call, code: int) -> None:
 
 
 class _StepReader:
-    """Reader of the metrics that a call's run records."""
+    """Reader of the metrics that a call's run records. It passes them to `on_step`."""
 
     def __init__(self, call: Call, on_step: OnStep | None) -> None:
         self._call = call
         self._on_step = on_step
         self._tail: Tail | None = None
-        # A resumed run has records of before.
+        # Earlier records are not passed on: a resumed run has records of its earlier attempts.
         self._begin = time.time()
-        # A restart repeats steps, and has the file read again from its beginning.
+        # Time of the last record that was passed on. After a restart of the run the file is read again from its
+        # beginning.
         self._last_time = 0.0
 
     def look(self) -> None:
-        """Hand on the records that are new."""
+        """Call `on_step` for each new record."""
         if self._on_step is None or self._call.run is None:
             return
         if self._tail is None:

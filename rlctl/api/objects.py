@@ -1,8 +1,8 @@
-"""Overrides as Python values, where a function or a class may stand in place of its name.
+"""Conversion of overrides from Python values to texts. A value may be a function or a class instead of its name.
 
-A recipe names code by `file.py:object`, and each process of a run loads it from there. So an object becomes such a
-name: of its own file, or of a new file that holds the object's bytes. The second is for objects that only this process
-has: those of a notebook or of the main script, closures, instances.
+A recipe names code by `file.py:object`, and each process of a run loads it from there. So an object is replaced by such
+a name. It names the object's own file, or a new file that contains the pickled object. A new file is needed for objects
+that only this process has: those of a notebook or of the main script, closures, instances.
 """
 
 import base64
@@ -19,16 +19,16 @@ from typing import Any
 from rlctl.config.errors import ConfigError, Problem, one_line
 from rlctl.utils.files import write_whole
 
-# A list of texts as on the command line, or values by dotted key.
+# Texts as on the command line, or values by dotted key.
 Overrides = Sequence[str] | Mapping[str, Any]
-# Below `run.dir`: the runs that name the files resume from them.
+# Folder below `run.dir` for files of objects. They are kept, because a run that names them needs them to resume.
 OBJECTS = ".objects"
 
 
 def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
-    """Return overrides as the command line takes them. Raises ConfigError with every value that has no text.
+    """Return overrides as texts of the command line. Raises ConfigError with every value that has no text form.
 
-    folder: returns the folder for files of objects. It is called once an object needs a file.
+    folder: returns the folder for files of objects. It is called only if an object needs a file.
     """
     if isinstance(overrides, str):
         raise ConfigError([Problem("overrides", "", f'is one text: give a list, ["{overrides}"]')])
@@ -47,7 +47,7 @@ def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
 
 
 def _plain(value: object, folder: Callable[[], Path]) -> object:
-    """Return a value as JSON has it, with names in place of objects. Raises TypeError for a value without a text."""
+    """Return a value as JSON data, with names in place of objects. Raises TypeError for any other value."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Path):
@@ -62,9 +62,9 @@ def _plain(value: object, folder: Callable[[], Path]) -> object:
 
 
 def _name_in_own_file(value: object) -> str | None:
-    """Return `file.py:object` of a function or class at the top of a module; None for any other object.
+    """Return `file.py:object` of a function or class at the top level of a module; None for any other object.
 
-    The main script is no such module: to import it is to run it again.
+    An object of the main script gets None too, because the import of the main script would run it again.
     """
     name = getattr(value, "__qualname__", "")
     module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -77,7 +77,7 @@ def _name_in_own_file(value: object) -> str | None:
 
 
 def _name_in_new_file(value: object, folder: Callable[[], Path]) -> str:
-    """Write a file that makes the object from its bytes, and return `file.py:object`. Raises TypeError, OSError."""
+    """Write a file that unpickles an object, and return `file.py:object` for it. Raises TypeError, OSError."""
     name = re.sub(r"\W+", "_", getattr(value, "__name__", type(value).__name__)).strip("_") or "object"
     try:
         content = _bytes_of(value)
@@ -96,7 +96,7 @@ def _name_in_new_file(value: object, folder: Callable[[], Path]) -> str:
         "",
     )
     objects = folder()
-    # What an object holds may be secret.
+    # Readable by the user only, because an object may contain secrets.
     objects.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = objects / f"{variable}-{hashlib.sha256(content).hexdigest()[:12]}.py"
     write_whole(file, "\n".join(lines))
@@ -104,11 +104,11 @@ def _name_in_new_file(value: object, folder: Callable[[], Path]) -> str:
 
 
 def _bytes_of(value: object) -> bytes:
-    """Return the bytes of an object. Its code keeps the names of its files: errors name the user's line."""
+    """Return an object's pickled bytes. The code keeps the names of its files, so that errors name the user's line."""
     import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        """Pickler that does not write `<dynamic-code>` for the file of a function."""
+        """Pickler that keeps a function's file name. cloudpickle would replace it by `<dynamic-code>`."""
 
         def reducer_override(self, obj: Any) -> Any:
             if not isinstance(obj, CodeType):

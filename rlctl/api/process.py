@@ -1,4 +1,4 @@
-"""A call that is done by a process of its own (`rlctl/cli/api_process.py`), with its output, its answers and Ctrl-C."""
+"""A call in a separate process (`rlctl/cli/api_process.py`): reads its output and answers, and passes on Ctrl-C."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from typing import Any
 
 from rlctl.config.errors import Problem
 
-# Seconds between two looks at the metrics of a run.
+# Seconds between two calls of `on_look`.
 _LOOK_S = 0.2
-# Bytes of one read.
+# Most bytes of one read.
 _CHUNK = 1 << 16
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Call:
-    """One call, from its start to its end.
+    """One call of a function in a separate process, and its answers.
 
-    log: called with each line that the process prints. on_look: called five times a second while the process goes on.
+    log: called with each line that the process prints. arguments: the function's arguments as JSON data.
     """
 
     def __init__(self, function: str, log: Callable[[str], object] | None, **arguments: Any) -> None:
@@ -33,32 +33,34 @@ class Call:
         self.run: Path | None = None
         # Problems of the input.
         self.problems: list[Problem] = []
+        # Reason of a failure; empty if there was none.
         self.failure = ""
+        # Results of an evaluation.
         self.results: list[dict[str, Any]] = []
         # True after Ctrl-C.
         self.is_interrupted = False
-        # The last line that was printed: the reason of an end that no answer explains.
+        # Last printed line. It is the reason of a failure if no answer gives a reason.
         self.last_line = ""
-        # Output that is no whole line yet.
+        # Bytes of an incomplete line of each stream.
         self._rest = {"output": b"", "answers": b""}
         self._call = {"function": function, **arguments}
 
     def run_to_end(self, on_look: Callable[[], None]) -> int:
-        """Do the call, and return the exit code.
+        """Run the call to its end, and return the exit code. on_look: called five times a second.
 
-        The first Ctrl-C is passed on once: a run finishes its step and saves. Another one ends it at once. An error of
-        `log` or `on_look` ends the call as SIGTERM does, and is raised then.
+        Each Ctrl-C is passed on. After the first a run finishes its step and saves, after the second it ends at once.
+        After an error of `log` or `on_look` the process gets SIGTERM, and the error is raised when it has ended.
         """
         read_end, write_end = os.pipe()
         process = subprocess.Popen(
-            # Safe path: a file of the working directory hides no module.
+            # -P (safe path): a file in the working directory cannot hide a module.
             [sys.executable, "-P", "-m", "rlctl.cli.api_process", str(write_end)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=_environment(),
             pass_fds=[write_end],
-            # Ctrl-C of a terminal comes to this process alone, which passes it on once.
+            # In a new session Ctrl-C of a terminal reaches only this process, which passes it on once.
             start_new_session=True,
         )
         os.close(write_end)
@@ -82,7 +84,7 @@ class Call:
     def _follow(
         self, process: subprocess.Popen[bytes], streams: selectors.BaseSelector, on_look: Callable[[], None]
     ) -> None:
-        """Read until the process has ended. A process that it leaves behind may hold the streams open."""
+        """Read the streams until the process has ended. Their end may never come: a left process may keep them open."""
         next_look = 0.0
         while True:
             try:
@@ -102,7 +104,7 @@ class Call:
         on_look()
 
     def _read_streams(self, streams: selectors.BaseSelector, timeout_s: float) -> bool:
-        """Read what there is. Return True if there was anything."""
+        """Read the available bytes, and handle whole lines. Return True if there were any bytes."""
         has_read = False
         if not streams.get_map():
             time.sleep(timeout_s)
@@ -132,7 +134,7 @@ class Call:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a call's process, which finds this very rlctl, also in a source tree."""
+    """Return environment variables with which the process imports the same rlctl as this one, also a source tree."""
     tree = str(_PACKAGE.parent)
     paths = [] if tree in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [tree]
     if "PYTHONPATH" in os.environ:

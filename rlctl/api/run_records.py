@@ -1,6 +1,6 @@
-"""The records of a run as plain objects, read from its directory and nothing else (contract 7).
+"""Records of a run as plain objects, read only from the run's directory (contract 7).
 
-Each property reads the files anew, so that a run can be followed while it goes on.
+Each property reads the files again, so that a run can be followed while it trains.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _NO_METRICS = ("kind", "time")
 
 
 class MetricColumns(Sequence[Mapping[str, float]]):
-    """Metrics of a run's steps, oldest first: by step as mappings, by name as columns."""
+    """Metrics of a run's steps, oldest first: a sequence of mappings from name to value, also readable as columns."""
 
     def __init__(self, records: Sequence[Record], metric_rows: Path) -> None:
         self._metric_rows = metric_rows
@@ -50,14 +50,14 @@ class MetricColumns(Sequence[Mapping[str, float]]):
         return list(names)
 
     def column(self, name: str) -> list[float]:
-        """Return the values of a metric, one a step; NaN where a step has none. Raises KeyError for an unknown name."""
+        """Return one value of a metric for each step; NaN if a step has none. Raises KeyError for an unknown name."""
         values = [record.get(name, nan) for record in self._records]
         if self._records and name not in self.names:
             raise KeyError(f"no metric {name}{did_you_mean(name, self.names)}")
         return values
 
     def to_dict(self) -> dict[str, list[float]]:
-        """Return all columns by name, as pandas takes them."""
+        """Return all columns by name, for example for a pandas DataFrame."""
         return {name: self.column(name) for name in self.names}
 
     def meaning(self, name: str) -> str:
@@ -73,28 +73,28 @@ class RecordedRollout:
     """One recorded attempt at a task."""
 
     index: int
-    # Pairs of a text and True if the policy sampled it, in order, after the prompt.
+    # (text, True if the policy sampled it) of each part after the prompt, in order.
     parts: list[tuple[str, bool]]
     # Number of sampled tokens.
     tokens: int
-    # Reason of the end, such as "stop" or "length".
+    # Reason why sampling ended, such as "stop" or "length".
     finish: str | None
-    # None for a rollout that was left out.
+    # Weighted sum of the rewards; None for a rollout that was left out.
     reward: float | None
-    # By the name of the reward.
+    # Value of each reward, by the reward's name.
     rewards: dict[str, float]
-    # None where no reward says what is right.
+    # True if the rollout is correct; None if no reward decides this.
     is_right: bool | None
-    # Reason why the rollout was left out; None for a good one.
+    # Reason why the rollout was left out; None if it was not.
     failure: str | None
-    # Mean over its tokens; None for a rollout that was not trained.
+    # Mean advantage over the rollout's tokens; None if it was not trained.
     advantage: float | None
-    # All fields of the record, with messages and tools of an episode.
+    # All fields of the record, for an episode with its messages and tools.
     record: Record
 
     @property
     def text(self) -> str:
-        """The sampled text."""
+        """All sampled text."""
         return "".join(text for text, is_sampled in self.parts if is_sampled)
 
 
@@ -114,9 +114,9 @@ class RecordedGroup:
     record: Record
 
     def exact_tokens(self) -> list[dict[str, Any]]:
-        """Return for each rollout its token ids, log-probs and weight versions, as lists; empty if none were recorded.
+        """Return a dict with token ids, log-probs and weight versions as lists for each rollout.
 
-        Raises ValueError for a damaged record.
+        The result is empty if no tokens were recorded. Raises ValueError for a damaged record.
         """
         if "exact" not in self.record:
             return []
@@ -127,17 +127,17 @@ class RecordedGroup:
 class RecordedCheckpoint:
     """A checkpoint of a run."""
 
-    # Number of steps done.
+    # Number of finished steps.
     step: int
     path: Path
-    # Folder that transformers and vLLM load; None if the checkpoint has none.
+    # Folder of the weights for transformers and vLLM; None if the checkpoint has none.
     weights: Path | None
-    # Value of `checkpoint.metric`, the larger the better; None if it was not measured.
+    # Value of `checkpoint.metric`; larger is better. None if it was not measured.
     score: float | None
 
 
 class RecordedRun:
-    """A run by its directory: a live one, a finished one, or a copy."""
+    """A run, read from its directory. The run may be live, finished, or a copy."""
 
     def __init__(self, path: Path) -> None:
         self._run_dir = RunDir.open(path)
@@ -157,17 +157,17 @@ class RecordedRun:
 
     @property
     def status(self) -> Status:
-        """One of new, running, done, failed, interrupted, stopped, died."""
+        """Status of the run: new, running, done, failed, interrupted, stopped or died."""
         return read_state(self.path).status
 
     @property
     def reason(self) -> str:
-        """Reason of the run's end; empty for a run that is done or goes on."""
+        """Reason why the run ended early; empty for a run that is done or still runs."""
         return str(read_state(self.path).end.get("reason") or "")
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config. Raises RunDirError for a damaged one."""
+        """The resolved config. Raises RunDirError if it is damaged."""
         return self._run_dir.recorded_config()
 
     @property
@@ -187,7 +187,7 @@ class RecordedRun:
 
     @property
     def checkpoints(self) -> list[RecordedCheckpoint]:
-        """The checkpoints that are there, oldest first."""
+        """Existing checkpoints, oldest first."""
         checkpoints = Checkpoints(self._run_dir.checkpoints, keep_last=1, keep_best=0).all()
         return [
             RecordedCheckpoint(
@@ -200,10 +200,10 @@ class RecordedRun:
         ]
 
     def rollouts(self, purpose: GroupPurpose | None = None, step: int | None = None) -> Iterator[RecordedGroup]:
-        """Yield recorded groups of rollouts, oldest first, read one at a time.
+        """Yield recorded groups of rollouts, oldest first. One group is read at a time.
 
-        A run records a few groups a step (`telemetry.groups_per_step`). purpose: "train" or "validation"; None: both.
-        step: only the groups of this step.
+        A run records only a few groups in each step (`telemetry.groups_per_step`). purpose: "train" or "validation";
+        None yields both. step: yield only the groups of this step.
         """
         places = [
             place
@@ -216,13 +216,13 @@ class RecordedRun:
         records = {}
         for record in read_records(self._run_dir.metrics):
             if record.get("kind") == kind and isinstance(record.get("step"), int):
-                # A resumed run repeats the steps after its checkpoint.
+                # The later record counts, because a resumed run repeats the steps after its checkpoint.
                 records[record["step"]] = record
         return MetricColumns([records[step] for step in sorted(records)], self._run_dir.metric_rows)
 
 
 def metrics_of(record: Record) -> dict[str, float]:
-    """Return the numbers of a record of metrics.jsonl by name, `step` among them."""
+    """Return the numbers in a record of metrics.jsonl by name, `step` included."""
     return {name: value for name, value in record.items() if name not in _NO_METRICS and isinstance(value, int | float)}
 
 
