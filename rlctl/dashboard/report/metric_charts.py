@@ -47,7 +47,7 @@ class MetricChart:
     # Origin of the bound in words.
     bound_source: str = ""
     series: list[MetricSeries] = field(default_factory=list)
-    # Names of the metrics of all runs, for a stacked chart. With them the colours are equal in the runs' charts.
+    # Names of the metrics of all runs, for a stacked chart. They make the colours equal in the runs' charts.
     names: tuple[str, ...] = ()
     # End of the axis of a stacked chart, equal in the runs' charts.
     top: float = 0.0
