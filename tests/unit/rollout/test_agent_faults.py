@@ -293,7 +293,7 @@ def test_nothing_outlives_a_command(commands: AgentStage, tmp_path: Path, blow: 
     pid_file = tmp_path / "pid"
     (rollout,) = commands.play(LEFT.replace("print(1)", blow or "print(1)"), pid_file=str(pid_file))
     if blow:
-        assert "python was ended by signal 9" in check_failure(rollout)
+        assert f"{Path(sys.executable).name} was ended by signal 9" in check_failure(rollout)
     else:
         assert is_well(rollout)
     pid = int(pid_file.read_text())
