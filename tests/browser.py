@@ -1,4 +1,4 @@
-"""A headless Chromium that a test drives over its pipe: opens a page, hears its messages, takes screenshots."""
+"""A headless Chromium that a test controls over a pipe: it opens pages, records their messages, takes screenshots."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ _WAIT_S = 300.0
 
 
 class Page:
-    """The one page of a browser. Chrome DevTools Protocol: JSON messages, each ended by a zero byte."""
+    """The only page of a browser, controlled by the Chrome DevTools Protocol: JSON messages, each ended by a zero byte."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read = read
@@ -24,7 +24,7 @@ class Page:
         self._buffer = b""
         self._last_id = 0
         self._session: str | None = None
-        # The page's requests, and its complaints.
+        # URLs that the page requested, and its warnings and errors.
         self.requests: list[str] = []
         self.errors: list[str] = []
         targets = self.call("Target.getTargets")["targetInfos"]
@@ -34,7 +34,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Return the result of a command; messages of the page meanwhile are kept."""
+        """Send a command and return its result. Record messages of the page that arrive before the result."""
         self._last_id += 1
         command = {"id": self._last_id, "method": method, "params": parameters}
         if self._session:
@@ -48,7 +48,7 @@ class Page:
             self._note_event(message)
 
     def open(self, path: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Open a file in a window of this size, and wait until its script says that all is drawn."""
+        """Open a file in a window of this size, and wait until its script reports that everything is drawn."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -83,7 +83,7 @@ class Page:
         return message
 
     def _note_event(self, message: dict[str, Any]) -> None:
-        """Keep a request or a complaint of the page."""
+        """Record a request, a warning or an error of the page."""
         parameters = message.get("params", {})
         match message.get("method"):
             case "Network.requestWillBeSent":
@@ -100,7 +100,7 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """Run a browser with an empty profile in this folder."""
+    """Run a browser whose new profile is in the folder `profile`."""
     to_browser, write = os.pipe()
     read, from_browser = os.pipe()
     flags = [

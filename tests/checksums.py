@@ -1,4 +1,4 @@
-"""Checksums of tensors that are there all at once."""
+"""Checksums of whole tensors, as a refit computes them of tensors that arrive in chunks."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Counts of torch.compile's new graphs."""
+"""Counts the graphs that torch.compile adds."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""One Ray for all tests with processes, and no deadlines of properties on a busy machine."""
+"""Fixtures and hooks of the whole suite: one Ray for all tests with processes, order of files, environment."""
 
 import gc
 import os
@@ -17,30 +17,32 @@ from tests.durations import file_of
 from tests.faults.runs import RUNS
 from tests.system.clusters import Clusters
 
-# As in the Makefile: where containers set it, each of the many processes started here would compile vLLM again.
+# Some containers set this variable. Each of the many processes started here would then compile vLLM's sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# Containers set this one, and then all output of a process arrives. Tests see the output of users, who do not have it.
+# Some containers set this variable, so that no output of a process is buffered. Tests must see the output as users do,
+# who do not set it.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# Output is for this terminal, not for the caller's of the tests: CI services force colours.
+# Output must not depend on the terminal of the suite. CI services, for example, force colours.
 for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
     os.environ.pop(name, None)
 os.environ["TERM"] = "xterm"
-# More threads than cores would spin while they wait for each other; a run's trainers have this too.
+# If there are more threads than cores, waiting threads would spin. Trainers of a run set this variable too.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Hypothesis and torch make millions of objects; at Python's 700 between collections unit tests take 5 to 10% longer.
+# Collect garbage less often than Python, which does it every 700 new objects. Hypothesis and torch make millions of
+# objects, and unit tests took 5 to 10% longer.
 gc.set_threshold(50_000)
-# In a shell without job control background processes ignore Ctrl-C, and so would the processes of tests.
+# In a shell without job control a suite in the background ignores Ctrl-C, and processes of tests would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hypothesis fails a test whose examples take a second to draw, too.
+# Besides deadlines, Hypothesis fails a test whose examples take a second to draw: `too_slow`.
 settings.register_profile("rlctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlctl")
 
 
 SYSTEM, FAULTS = Path(__file__).parent / "system", Path(__file__).parent / "faults"
-# Files that share an import of vLLM, 10 s of CPU: in the process of their tests, or in the server of engine processes.
+# Groups of files that run in one process, because they share an import of vLLM, which takes 10 s of CPU.
 TOGETHER = {
     "vllm": (
         "tests/unit/generation/vllm/",
@@ -72,7 +74,7 @@ def group_of(file: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is none
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Share files out one by one, those of a group together."""
+    """Return xdist's scheduler that gives files to processes one by one, and files of a group to the same process."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByGroups(LoadFileScheduling):  # type: ignore[misc]
@@ -100,7 +102,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Remember a lost process: the suite ends as soon as the test that it was lost in is failed by name."""
+    """Remember that a process was lost. The suite ends once the test that lost it is reported as failed."""
     if error:
         node.config.pluginmanager.getplugin("dsession").sched.lost = f"process {node.gateway.id} was lost: {error}"
 
@@ -119,19 +121,19 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection() -> None:
-    """Imports leave a million objects and next to no garbage."""
+    """Collect no garbage during imports, which make a million objects and hardly any garbage."""
     gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Later collections pass over imported modules and collected tests."""
+    """Exclude imported modules and collected tests from later garbage collections."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests. Begin the longest files first; those that go to one process stay together."""
+    """Mark slow tests. Sort files so that the longest begin first and files of a group are together."""
     recorded = durations.load()
     seconds = Counter[str]()
     for file, spent in recorded["files"].items():
@@ -151,21 +153,21 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Record in the suite's first process, which hears of all tests."""
+    """Record the durations, in the suite's first process, which gets the reports of all tests."""
     if session.config.getoption("record_durations") and "PYTEST_XDIST_WORKER" not in os.environ:
         durations.save(SECONDS)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Have torch compute on one thread: more than one a core wait for each other, 49 s of CPU instead of 8 in packs."""
+    """Let torch compute on one thread. Threads of several tests wait for each other: 49 s of CPU instead of 8 s."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_run_goes_on() -> Iterator[None]:
-    """A failing test takes its runs along: two cores are too few for the next test and an endless run."""
+    """End runs that a failed test left behind, because the next test would be too slow next to an endless run."""
     begun = len(RUNS)
     yield
     for run in RUNS[begun:]:
@@ -174,14 +176,14 @@ def no_run_goes_on() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def workers_are_preloaded(request: pytest.FixtureRequest) -> None:
-    """Tests with processes have workers that begin with their imports done, unless they ask for `ordinary_workers`."""
+    """Start workers with their imports done, in all tests with processes that do not use `ordinary_workers`."""
     if request.path.is_relative_to(SYSTEM) or request.path.is_relative_to(FAULTS):
         preloaded.start_servers()
 
 
 @pytest.fixture(scope="module")
 def ordinary_workers() -> Iterator[None]:
-    """Workers of Ray start as for a user: for tests of how processes start and end."""
+    """Start Ray's workers as for a user, without preloaded imports, to test how processes start and end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(preloaded.FOLDER, raising=False)
         yield
@@ -189,7 +191,7 @@ def ordinary_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Ray on this machine for the whole session; the folder that its workers' logs go to."""
+    """Start Ray on this machine for the whole session. Return the folder for logs of workers."""
     from rlctl.launch.local_ray import local_ray
 
     logs = tmp_path_factory.mktemp("logs")
@@ -199,7 +201,7 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def clusters(tmp_path: Path) -> Iterator[Clusters]:
-    """The user of clusters of this machine; none is left afterwards."""
+    """Return a starter of clusters on this machine. Clusters that are left after the test are ended."""
     clusters = Clusters(tmp_path)
     yield clusters
     clusters.clean()

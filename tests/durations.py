@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 FILE = HERE / "durations.json"
 README = HERE / "README.md"
-# Shorter files are left out: their order does not matter.
+# Files that take less time are not recorded, because their order does not matter.
 SHORTEST_FILE_S = 1.0
 SLOW_TEST_S = 2.0
 SLOWEST_FILES = 10
@@ -22,13 +22,13 @@ HEAD = "| file | seconds |\n| --- | --- |\n"
 
 
 def file_of(test: str) -> str:
-    """Return the file of a test, by its path below the repository."""
+    """Return the path of a test's file, relative to the repository. test: pytest's node id."""
     return test.partition("::")[0]
 
 
 @cache
 def load() -> dict[str, dict[str, float]]:
-    """Return recorded seconds: of `files`, and of `tests` that are slow."""
+    """Return the recorded seconds by path under `files`, and by node id of slow tests under `tests`."""
     recorded: dict[str, dict[str, float]] = json.loads(FILE.read_text())
     return recorded
 
@@ -47,14 +47,14 @@ def at_least(seconds: Counter[str], shortest: float) -> Mapping[str, float]:
 
 
 def table() -> str:
-    """Return the rows of the slowest files for the page on tests."""
+    """Return the table of the slowest files for README.md, as Markdown."""
     slowest = list(load()["files"].items())[:SLOWEST_FILES]
     rows = [f"| `{file.removeprefix('tests/')}` | {spent:.0f} |\n" for file, spent in slowest]
     return HEAD + "".join(rows)
 
 
 def replace_table() -> None:
-    """Replace the table of README.md by today's."""
+    """Write the current table of the slowest files into README.md."""
     before, _, rest = README.read_text().partition(HEAD)
     rows = rest.splitlines(keepends=True)
     first_other = next(index for index, row in enumerate(rows) if not row.startswith("|"))

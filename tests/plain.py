@@ -14,19 +14,19 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 
-# Names that do not say what they hold.
+# Names that say nothing about their content.
 _VAGUE = frozenset({
     "again", "all_of", "asked", "at", "begun", "both", "each", "else_", "found", "given", "had", "held", "here",
     "kept", "known", "least", "left", "made", "mine", "more", "most", "named", "needed", "one", "others", "ours",
     "own", "said", "shown", "so_far", "such", "taken", "theirs", "them", "there", "thing", "things", "those", "told",
     "usual", "wanted", "what", "whole", "why", "wrong",
 })  # fmt: skip
-# Names that fill a place, as single letters do.
+# Names that only fill a place, such as single letters.
 _FILLER = frozenset({
     "cur", "data", "elem", "element", "entry", "info", "it", "item", "obj", "res", "result", "ret", "stuff", "tmp",
     "val", "value",
 })  # fmt: skip
-# Functions that are named by a participle, an adverb or a preposition. Verbs that end like one are none.
+# Matches names of functions that are a participle, an adverb or a preposition instead of a verb.
 _MUTE = re.compile(
     r"after|apart|at|before|begun|beside|cut|drawn|given|held|kept|left|lost|of|on|only|others|said|shown|taken|there|"
     r"told|whole|wider|within|[a-z]+ed"
@@ -40,7 +40,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CONDITIONS = frozenset({
     "all", "any", "bool", "callable", "hasattr", "isinstance",
 })  # fmt: skip
-# Compact expressions that make a line dense.
+# Number of compact expressions from which a line counts as dense.
 _DENSE = 3
 # Figure -> its unit.
 UNITS = {
@@ -58,7 +58,7 @@ UNITS = {
 
 @dataclass
 class Measure:
-    """The figures of some files, and the place and text of each habit."""
+    """Counts of each habit in some files, with file, line and text of each hit."""
 
     lines: int = 0
     names: int = 0
@@ -81,7 +81,7 @@ class Measure:
         return count
 
     def examples(self, figure: str, limit: int) -> list[str]:
-        """Return the first places of a habit, each with its text."""
+        """Return the first hits of a habit, each with file, line and text."""
         places = [f"{place}: {text}" for habit, place, text in self.offenders if habit == figure]
         return places[:limit]
 
@@ -123,7 +123,7 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _bound_name(node: ast.AST) -> str:
-    """Return the name that a node binds: a variable, attribute or parameter. The empty string if it binds none."""
+    """Return the name of the variable, attribute or parameter that a node binds; empty if it binds none."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
             return name
@@ -188,7 +188,7 @@ def _walruses_in_heads(tree: ast.AST) -> Iterator[ast.NamedExpr]:
 
 
 def _outside_of_scopes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and those inside that are not inside a comprehension or a lambda."""
+    """Yield a node and all nodes inside, except those inside a comprehension or a lambda."""
     if isinstance(node, (*_COMPREHENSIONS, ast.Lambda)):
         return
     yield node

@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 
 _RELATIVE = re.compile(r"\b(that|which|who|whose|whom|what)\b", re.IGNORECASE)
-# Counted in 10,000 words.
+# Name of a habit -> pattern. Hits are counted in 10,000 words.
 _HABITS = {
     "what": re.compile(r"\b(what|whatever|whoever|that which)\b", re.IGNORECASE),
     "of-it": re.compile(
@@ -25,7 +25,7 @@ _HABITS = {
     "archaic": re.compile(r"\b(so many|so much|so long|alike|beside|under way|in all|for ever|anew)\b", re.IGNORECASE),
 }
 FIGURES = ("relative", *_HABITS)
-# No passage begins with one of these: the subject or the verb comes first.
+# A passage must not begin with one of these words, because the subject or the verb comes first.
 _OPENING = re.compile(r"(Of|What|That|Whether|See|Its|Until|How|Which)\b")
 _NO_PROSE = re.compile(r"#\s*(type:|noqa|!)")
 _FENCE = re.compile(r"```.*?```", re.DOTALL)
@@ -49,14 +49,14 @@ class Passage:
 
 @dataclass
 class Measure:
-    """The figures of some passages, and the sentences that raise each."""
+    """Counts of each habit in some passages, with the sentences that contain it."""
 
     words: int = 0
     sentences: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     # Figure -> (hits, place, sentence).
     offenders: dict[str, list[tuple[int, str, str]]] = field(default_factory=lambda: {name: [] for name in FIGURES})
-    # Passages that begin with a wrong word, each with its place.
+    # Passages that begin with a word of `_OPENING`, each with file and line.
     openings: list[str] = field(default_factory=list)
 
     def value(self, figure: str) -> float:

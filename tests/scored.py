@@ -1,4 +1,4 @@
-"""Columns of scored rollouts for tests of advantages."""
+"""Makes `ScoredRollouts` for tests of advantages."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +16,7 @@ def columns(
     right: Sequence[bool] | None = None,
     turns: Sequence[Sequence[int]] | None = None,
 ) -> ScoredRollouts:
-    """Return the columns. turns: of each sampled token; one token of one turn a rollout, unless given."""
+    """Return scored rollouts. turns: for each rollout the turn of each sampled token; by default one token each."""
     if right is None:
         right = [False] * len(rewards)
     if turns is None:

@@ -1,11 +1,11 @@
-"""Sizes of llama, qwen2, qwen3 and qwen3_moe by formula, to compare with derived facts."""
+"""Sizes of llama, qwen2, qwen3 and qwen3_moe models by formulas, to compare with the facts that rlctl derives."""
 
 from typing import Any
 
 from rlctl.models.facts import ModelSizes
 from rlctl.models.layer_kinds import LinearLayer
 
-# Where config.json has none.
+# Head size of a model type whose config.json may lack one.
 _HEAD_DIM = {"qwen3": 128}
 
 

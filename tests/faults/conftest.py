@@ -1,4 +1,4 @@
-"""Fixtures of several fault tests."""
+"""Fixtures that several fault tests use."""
 
 import subprocess
 import tempfile

@@ -1,4 +1,4 @@
-"""Real runs of the real program, to be hurt: started as a user starts them, watched through their files."""
+"""Real runs for fault tests: started by the command line as by a user, and observed through the run's files."""
 
 import ctypes
 import fcntl
@@ -21,20 +21,21 @@ import psutil
 
 from rlctl.telemetry.metrics import read_rows
 
-# Several times the duration of a start on a slow and busy machine; the deadlines of a hanging run find it.
+# Largest time to wait for an event of a run: several times as long as a start on a slow and busy machine.
 DEADLINE_S = 600.0
-# Small steps, but every part of the program: two engines would start slower and show no more.
+# Overrides for small steps that use every part of the program. One engine, because a second would start slowly and show
+# nothing more.
 SETTINGS = {
     "grpo": ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=4"),
     "sft": (),
 }
 
 
-# A real engine without the start of vLLM, 9 s of CPU: for faults of other parts.
+# Overrides for an engine without vLLM, whose start takes 9 s of CPU. For faults of other parts.
 WITHOUT_VLLM = f"generation.engine={Path(__file__).parents[1] / 'plugins' / 'torch_engine.py'}:KIND"
 PR_SET_PDEATHSIG = 1
 
-# All attempts of this process.
+# All runs that this process has started.
 RUNS: list["Run"] = []
 
 
@@ -64,7 +65,7 @@ class Run:
         self.output = folder / f"{name}-{time.monotonic_ns()}.out"
         self._terminal = Terminal(self.output) if terminal else None
         with self.output.open("w") as output:
-            # A new session, as a terminal gives: signals go to the whole group.
+            # The run gets its own session, as in a terminal, so that signals go to its whole process group.
             self.process = subprocess.Popen(
                 command,
                 stdout=self._terminal.inner if self._terminal else output,
@@ -76,14 +77,14 @@ class Run:
         RUNS.append(self)
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Return the events of all attempts, or those of one kind."""
+        """Return the events of all attempts at this run, or only those of one kind."""
         events = read(self.path / "events.jsonl")
         if kind is None:
             return events
         return [event for event in events if event["kind"] == kind]
 
     def start(self) -> int:
-        """Return the step that this attempt goes on from, once it is known."""
+        """Wait until this attempt has begun. Return the step from which it continues."""
         step: int = self.wait_for_event("run_started")["start_step"]
         return step
 
@@ -91,14 +92,14 @@ class Run:
         return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]
 
     def undeclared_metrics(self) -> set[str]:
-        """Return the names in metrics.jsonl that have no row in the run's table."""
+        """Return the names in metrics.jsonl that are not declared in the run's table of metrics."""
         table = read_rows(self.path / "metric_rows.json")
         assert table, "the run has no rows"
         names = set[str]().union(*read(self.path / "metrics.jsonl"))
         return {name for name in names - {"kind", "step", "time"} if not table.find(name)}
 
     def wait_for(self, awaited: str, has_come: Callable[[], bool]) -> None:
-        """Wait until `has_come()`. A run that ends before, or takes too long, fails the test with its output."""
+        """Wait until `has_come()` is true. If the run ends before or takes too long, fail the test with its output."""
         end = time.monotonic() + DEADLINE_S
         while not has_come():
             assert self.process.poll() is None, f"the run ended before {awaited}:\n{self.text()}"
@@ -106,7 +107,7 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return the first event of this attempt with these fields, once there is one."""
+        """Wait for the first event of this attempt that has these fields. Return the event."""
         matches: list[dict[str, Any]] = []
 
         def has_come() -> bool:
@@ -135,7 +136,7 @@ class Run:
         self._terminal.close()
 
     def kill(self) -> list[psutil.Process]:
-        """Kill the driver alone with SIGKILL; return the processes that it had started."""
+        """Kill only the driver, with SIGKILL. Return the processes that the driver had started."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -148,7 +149,7 @@ class Run:
             self.process.wait()
 
     def end(self) -> int:
-        """Return the exit code, once the run has ended."""
+        """Wait until the run has ended. Return its exit code."""
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
@@ -163,7 +164,7 @@ class Terminal:
     """A terminal of 120 columns, whose output goes to a file until it is closed."""
 
     def __init__(self, output: Path) -> None:
-        # inner: the descriptor of the program's side.
+        # inner: descriptor of the terminal's side that the program uses.
         self._outer, self.inner = pty.openpty()
         termios.tcsetwinsize(self.inner, (40, 120))
         self._output = output
@@ -172,7 +173,7 @@ class Terminal:
         self._thread.start()
 
     def control(self) -> None:
-        """Make it the terminal of the calling process, which leads a session."""
+        """Make this the controlling terminal of the calling process, which must lead a session."""
         fcntl.ioctl(self.inner, termios.TIOCSCTTY, 0)
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class Terminal:
 
 
 def prepare_process(terminal: Terminal | None) -> None:
-    """Prepare a process that becomes a run. It ends with the thread that started it: an endless run would stay."""
+    """Prepare a process that becomes a run. The kernel kills it when its parent thread ends, so that no run is left."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if terminal:
         terminal.control()
@@ -214,12 +215,12 @@ def survivors(family: list[psutil.Process], within_s: float = 120.0) -> list[psu
 
 
 def in_transit(name: str) -> list[Path]:
-    """Return the folders with weights of a run that are left in shared memory."""
+    """Return the folders in shared memory that still have weights of the run `name`."""
     return list(Path("/dev/shm").glob(f"rlctl-{name}-*"))
 
 
 def outcomes(path: Path) -> dict[str, list[int]]:
-    """Return {prompt id: the steps it ended in}."""
+    """Return prompt id -> steps in which the prompt's group ended. path: outcomes file of a run."""
     steps_by_prompt: dict[str, list[int]] = {}
     for record in read(path / "rollouts.jsonl"):
         if record["kind"] != "prompts":

@@ -36,7 +36,7 @@ case $host in
 esac
 exec sh -c "$*"
 """
-# Every possible temporary folder, as on a host whose disk was remounted after an error.
+# Makes every possible temporary folder read-only, as on a host whose disk was remounted after an error.
 READONLY = """for folder in /tmp /var/tmp $TMPDIR; do
   mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 9
 done;"""
@@ -50,7 +50,7 @@ class StandInClusters(Clusters):
     def __init__(self, home: Path) -> None:
         self.parts = home / "parts"
         self.parts.mkdir()
-        # Short, since Ray puts Unix sockets below it.
+        # The path is short, because Ray creates Unix sockets below it, whose paths have a length limit.
         self.root = Path(tempfile.mkdtemp(prefix="rlf-", dir="/tmp"))
         program = self.parts / "bin" / "ssh"
         program.parent.mkdir()
@@ -66,7 +66,7 @@ class StandInClusters(Clusters):
         super().__init__(home, PATH=path, **places)
 
     def leftovers(self) -> list[object]:
-        """Return the processes, files of nodes and states that are still there."""
+        """Return the processes, node files and cluster states that are left."""
         leftovers: list[object] = [*processes_of([str(self.root)]), *self.root.iterdir()]
         states = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
         leftovers += [state for state in states if state.name != "logs"]
@@ -77,7 +77,7 @@ class StandInClusters(Clusters):
         self.root.rmdir()
 
     def _install(self, host: str, package: str, version: str | None) -> None:
-        """Give a host another version of a package, found before this machine's. None: a broken package."""
+        """Install another version of a package on a host, which hides this machine's. None: a broken package."""
         folder = self.parts / host / f"{package}-{version or 0}.dist-info"
         folder.mkdir(parents=True)
         if version:

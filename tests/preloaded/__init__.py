@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rlctl.generation.vllm.kind import environment
 
-# Folder of the servers' sockets, for the hook. Without it workers start as for a user.
+# Environment variable with the folder of the servers' sockets, for the hook. If unset, workers start as for a user.
 FOLDER = "RLCTL_TEST_PRELOADED"
 HERE = Path(__file__).parent
 MODULES = {
@@ -67,7 +67,7 @@ def start_servers() -> None:
 
 def start_server(folder: Path, kind: str, modules: list[str]) -> None:
     suite = (folder / "suite").read_text()
-    # A trainer sets its number of threads by itself.
+    # A trainer sets its number of threads itself after the fork.
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     if kind == "engine":
         variables |= environment("cpu", [])

@@ -22,14 +22,14 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-# Seconds between two looks at the suite and at workers that ended.
+# Seconds between two checks for the end of the suite and of workers.
 LOOK_S = 0.05
 
 
 def import_modules(names: list[str]) -> None:
-    """Import the modules. Ray stays out: it reads a worker's environment at its import."""
+    """Import the modules. Ray is not imported, because it reads a worker's environment variables at its import."""
     gc.disable()
-    # Without the name vLLM leaves out its own parts for Ray, which rlctl does not use.
+    # This makes `import ray` fail, so that vLLM skips its Ray support, which rlctl does not use.
     sys.modules["ray"] = None  # type: ignore[assignment]
     for name in names:
         import_module(name)
@@ -41,7 +41,7 @@ def import_modules(names: list[str]) -> None:
 
 
 def receive_start(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the worker's start and its standard files."""
+    """Return the start message of a worker (arguments, environment, folder) and its three standard file descriptors."""
     length, files, _, _ = socket.recv_fds(connection, 8, 3)
     size = int.from_bytes(length, "little")
     message = b""
@@ -86,7 +86,7 @@ def run_worker(start: dict[str, Any], files: list[int]) -> None:
 
 
 def renew_state() -> None:
-    """Seed the generators of random numbers, and take the number of threads from the worker's environment."""
+    """Seed the random generators again, and set the number of threads from the worker's environment."""
     import numpy
     import torch
 
@@ -98,7 +98,7 @@ def renew_state() -> None:
 
 
 class Server:
-    """Holds the socket and a connection for each worker that runs."""
+    """Listens on the socket, and keeps a connection for each running worker."""
 
     def __init__(self, path: str, suite: int) -> None:
         self._suite = suite
@@ -109,7 +109,7 @@ class Server:
         os.rename(f"{path}.new", path)
 
     def run(self) -> None:
-        """Serve until the suite has ended. Its last workers are killed."""
+        """Serve until the suite has ended. Then kill the workers that are left."""
         while os.path.exists(f"/proc/{self._suite}"):
             waiting = [self._listener, *self._connections.values()]
             ready, _, _ = select.select(waiting, [], [], LOOK_S)
@@ -136,7 +136,8 @@ class Server:
         connection.send(str(worker).encode())
 
     def _end_workers_of_killed_stubs(self, ready: list[socket.socket]) -> None:
-        """A stub sends nothing after its start: a connection with something to read is closed."""
+        """Kill the workers whose stub was killed. ready: readable connections, which are closed ones, because a stub
+        sends nothing after its start."""
         for worker, connection in self._connections.items():
             if connection in ready:
                 os.kill(worker, signal.SIGKILL)
@@ -148,7 +149,8 @@ class Server:
                 continue
             code = os.waitstatus_to_exitcode(status)
             connection = self._connections.pop(worker)
-            # The stub may be gone. A signal has the number that a shell gives it: the stub cannot end by the same one.
+            # The stub may be gone. A death by a signal is reported as 128 + signal, as by a shell, because the stub
+            # cannot always die by the same signal.
             with suppress(OSError):
                 connection.send(str(code if code >= 0 else 128 - code).encode())
             connection.close()

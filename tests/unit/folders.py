@@ -1,4 +1,4 @@
-"""A folder with everything a recipe names: a model's config.json, a tokenizer, data, a user's rewards."""
+"""Writes a folder with all files that a recipe names: a model's config.json, a tokenizer, data, a user's rewards."""
 
 import json
 import shutil
@@ -44,13 +44,13 @@ data:
 
 
 def weights(made_by: str = "tests") -> bytes:
-    """Return a safetensors file of no tensors."""
+    """Return the bytes of a safetensors file without tensors."""
     header = json.dumps({"__metadata__": {"made_by": made_by}}).encode()
     return len(header).to_bytes(8, "little") + header
 
 
 def write(folder: Path) -> Path:
-    """Fill `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
+    """Write the files into `folder`, among them grpo.recipe.yaml and sft.recipe.yaml, which have no problems."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(MODEL))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,7 @@
-"""Python runs this file at its start. A worker of Ray becomes a stub of a process that a server of the suite forks."""
+"""Hook that each Python process of a test runs at its start. It turns a worker of Ray into a stub.
+
+A server of the suite forks the real worker. The stub passes signals on to it and ends with its exit status.
+"""
 
 import os
 import sys
@@ -13,7 +16,7 @@ def _place_of_worker() -> int:
 
 
 def _connect(connection: object, path: str) -> bool:
-    """Connect to the server, which may still import. Return False if there is none."""
+    """Connect to the server, and wait while it still imports. Return False if there is no server."""
     import time
 
     server = f"{path}.pid"
@@ -69,6 +72,6 @@ def _become_stub(path: str, place: int) -> None:
 
 _PLACE = _place_of_worker()
 if _PLACE and "RLCTL_TEST_PRELOADED" in os.environ:
-    # An engine on a CPU is the only worker that has dynamo off.
+    # Only engines on a CPU set this variable, so it tells engines from other workers.
     _KIND = "engine" if os.environ.get("TORCHDYNAMO_DISABLE") else "worker"
     _become_stub(os.path.join(os.environ["RLCTL_TEST_PRELOADED"], _KIND), _PLACE)

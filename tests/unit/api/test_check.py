@@ -1,4 +1,4 @@
-"""`rlctl.check` and the overrides of every function: texts, values, and objects in place of names."""
+"""`rlctl.check`, and overrides of every function: as text, as Python values, and as objects instead of names."""
 
 import functools
 import os
@@ -16,7 +16,7 @@ from rlctl.utils.user_code import load_object
 
 
 def brevity(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> float:
-    """A reward at the top of a module."""
+    """Reward that is defined at the top level of a module."""
     return -float(len(completion))
 
 

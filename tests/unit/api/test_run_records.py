@@ -1,4 +1,4 @@
-"""Records of a run as plain objects."""
+"""`RecordedRun` returns the records of a run as plain Python objects."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""mypy reads the types of rlctl in a program outside of it."""
+"""mypy finds the types of rlctl when it checks a user's program."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ rlctl.train(3)
 
 
 def install_sources(folder: Path) -> Path:
-    """Make an environment with rlctl among its packages, as a wheel leaves it, and return its interpreter."""
+    """Make a Python environment with rlctl installed as by a wheel. Return the path of its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     paths = sysconfig.get_paths("venv", {"base": str(folder), "platbase": str(folder)})
     (Path(paths["purelib"]) / "rlctl").symlink_to(Path(rlctl.__file__).parent)

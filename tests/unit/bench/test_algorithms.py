@@ -1,4 +1,4 @@
-"""`rlctl bench algorithms`: from metrics to curves, the target, table and chart; the files that stay when it stops."""
+"""`rlctl bench algorithms`: learning curves from metrics, the target, table and chart, and files left after a stop."""
 
 import io
 import json
@@ -17,7 +17,7 @@ from rlctl.telemetry.jsonl import Record
 
 
 def make_curve(*accuracy: float, seed: int = 0) -> LearningCurve:
-    """Return a run with a validation each step, of 100 rollouts and 2 s."""
+    """Return the curve of a run with a validation after each step. A step has 100 rollouts and takes 2 s."""
     steps = range(len(accuracy))
     return LearningCurve(
         seed=seed,
@@ -92,7 +92,7 @@ def test_the_table_has_a_row_for_each_algorithm_and_fits_the_terminal() -> None:
     wide = render(make_results(GOOD, BAD), 140)
     assert max(map(len, narrow)) <= 80
     row = next(line for line in narrow if line.startswith("gspo")).split()
-    # Rollouts and seconds are means of the two runs that reach it, after one and two validations.
+    # Rollouts and seconds are means over the two runs that reach the target, after one and two validations.
     assert row == ["gspo", "0.400", "0.920", "0.880..0.960", "150", "(2/3)", "3", "2.00"]
     assert "never" in " ".join(narrow)
     wide_row = next(line for line in wide if line.startswith("gspo")).split()
@@ -122,7 +122,7 @@ def test_the_chart_draws_every_algorithm_against_rollouts_and_seconds(tmp_path: 
 
 
 class FakeTrain:
-    """A function in place of `rlctl train`: a run raises its error in `errors`, or ends at accuracy 0.9."""
+    """Stand-in for `rlctl train`. A run raises its error in `errors`, or ends with accuracy 0.9."""
 
     def __init__(self, errors: dict[str, BaseException]) -> None:
         self.errors = errors

@@ -1,4 +1,4 @@
-"""The bench's arithmetic: from moments in every process to milliseconds, shares, overlap and pauses."""
+"""Arithmetic of `rlctl bench refit`: times, shares, overlap and pauses from timestamps of every process."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rlctl.bench.workload import SHAPES, model_folder
 
 
 def make_record(begins: list[float], ends: list[float], commit: float = 0.0, **phases: float) -> Measured:
-    """Return the record of a process whose rounds have the same commit and phases."""
+    """Return the record of one process. begins, ends: of each round. All rounds have the same commit and phases."""
     return Measured(
         begins=begins,
         ends=ends,
@@ -27,7 +27,7 @@ def make_record(begins: list[float], ends: list[float], commit: float = 0.0, **p
 
 
 def make_scheme(seconds: float, phases: dict[str, float], differences: Sequence[str] = ()) -> SchemeRow:
-    """Return a row that needs no memory."""
+    """Return a row of results, with 0 bytes of memory."""
     return SchemeRow(
         label="x",
         mode="direct",
@@ -50,10 +50,10 @@ def test_a_round_lasts_from_the_first_begin_to_the_last_arrival_without_its_comm
         make_record([0.1, 10.1, 20.1], [9.0, 11.5, 22.0], commit=0.1, wire=0.6, load=0.1),
     ]
     row = make_row("x", sent, received, [], "staged")
-    # The first round, slow for being the first, does not count: 1.5 - 0.1 and 2.0 - 0.1.
+    # The first round is a warm-up and does not count. The others take 1.5 - 0.1 and 2.0 - 0.1.
     assert row.seconds == pytest.approx(1.65)
     assert row.commit == row.pause == pytest.approx(0.1)
-    # The wire's time is that of the end with the shorter wait.
+    # The time on the wire is measured at the end that waits for a shorter time.
     assert row.phases == {"pack": 0.2, "wire": 0.4, "load": 0.1}
     assert (row.trainer_extra, row.engine_growth, row.checked, row.wrong) == (7, 3, True, [])
     assert replace(row, mode="direct").pause == pytest.approx(1.75)
@@ -92,7 +92,7 @@ def test_rates_and_shares_are_of_the_payload_and_the_plain_link() -> None:
 def test_every_shape_has_the_parameters_of_its_name(name: str, tmp_path: Path) -> None:
     rows = parameters_of(model_folder(name, tmp_path))
     millions = sum(prod(shape) for _, shape in rows) / 1e6
-    # The published models' own counts.
+    # Parameter counts that the models' publishers state.
     published_millions = {
         "tiny": 30.02,
         "qwen3-0.6b": 596,

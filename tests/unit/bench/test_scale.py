@@ -1,4 +1,4 @@
-"""Runs on GPUs that are not there have the boxes of FSDP2, and few communicators for any number of ranks."""
+"""Plans for GPUs that this machine lacks: shards are those of FSDP2, and many ranks need few communicators."""
 
 import json
 from pathlib import Path

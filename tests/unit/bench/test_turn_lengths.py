@@ -1,4 +1,4 @@
-"""Turns of a rollout differ in length, and add up to the length that was asked for."""
+"""Turns of a rollout differ in length, and their lengths add up to the requested length."""
 
 from collections.abc import Iterable
 
@@ -37,7 +37,7 @@ def test_lengths_differ_by_the_spread_between_turns_and_between_rollouts() -> No
 
 
 class RecordingEngines:
-    """Engines that remember their requests."""
+    """Stand-in for engines that records the requests."""
 
     def __init__(self) -> None:
         self.events = VirtualEvents()

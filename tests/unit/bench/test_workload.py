@@ -1,4 +1,4 @@
-"""Benches with made-up data: a user's folder gives the shape, never the tokenizer, and is left as it is."""
+"""Benches with made-up data: a user's model folder gives only the model's shape, and is not changed."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_a_users_folder_is_only_read_and_a_word_is_a_token(tmp_path: Path, token
 
 
 class StoppedError(Exception):
-    """The end of a bench before it starts a process."""
+    """Raised to end a bench before it starts a process."""
 
 
 def test_the_benches_that_make_data_take_the_shape_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Bad rows as a person meets them: one line with file and line, exit code 2, before anything starts."""
+"""Bad rows of data end a command before a start: one line that names file and line of the row, exit code 2."""
 
 import json
 from pathlib import Path

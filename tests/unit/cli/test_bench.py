@@ -1,4 +1,4 @@
-"""`rlctl bench`: every mistake in one go, before anything starts; a table that fits the terminal."""
+"""`rlctl bench`: all mistakes are reported at once, before a start, and the table fits the terminal."""
 
 import io
 import json
@@ -212,7 +212,7 @@ def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
     copies = CopyRates(nbytes=int(40e9), link=(52e9, 54e9), mover=(50e9, 52e9), first=30.0)
     results = make_offload_results(copies)
     assert results.cost == pytest.approx(0.3)
-    # The bytes of a step, not of the mover's measurement.
+    # Only bytes moved by steps count, not those of the measurement of the link.
     assert results.moving == pytest.approx(1.3 + 1.25)
     lines = render(results).splitlines()
     assert max(map(len, lines)) <= 80

@@ -1,4 +1,4 @@
-"""`rlctl chat` answers its own words itself; they reach no model. Its options reach the environment of the tools."""
+"""`rlctl chat` handles its commands itself, without the model. Its options are passed on to the tools' environment."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Completion by the protocol of each shell's own script: bash splits at `=`, zsh and fish do not."""
+"""Completion, called as by each shell's script. bash splits words at `=`, zsh and fish do not."""
 
 import os
 import shutil
@@ -28,13 +28,13 @@ def home(tmp_path: Path) -> Path:
 
 
 def make_environment(home: Path) -> dict[str, str]:
-    """Return this process's variables with the program `rlctl` on the path."""
+    """Return this process's environment variables, with the program `rlctl` on PATH."""
     path = f"{home.parent / 'bin'}:{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(SOURCE), "COLUMNS": "200"}
 
 
 def complete_in_bash(home: Path, *words: str) -> list[str]:
-    """Return COMPREPLY of bash's own completion function for these words. The last word is incomplete."""
+    """Return COMPREPLY, as bash's completion function sets it for these words. The last word is incomplete."""
     quoted_words = " ".join(f"'{word}'" for word in words)
     script = (
         'eval "$(_RLCTL_COMPLETE=source_bash rlctl)"\n'
@@ -78,7 +78,7 @@ def test_bash_completes_recipes_keys_and_values(home: Path) -> None:
     assert complete_in_bash(home, "train", "grpo", "grpo.rec") == ["grpo.recipe.yaml"]
     keys = complete_in_bash(home, "train", "sft", "sft-tiny", "trainer.optimizer.")
     assert "trainer.optimizer.lr=" in keys and all(key.startswith("trainer.optimizer.") for key in keys)
-    # Two with an equal beginning: bash adds no space behind it.
+    # Two keys begin with this text, so that bash adds no space.
     assert complete_in_bash(home, "train", "grpo", "trainer.optimizer.lr") == [
         "trainer.optimizer.lr=",
         "trainer.optimizer.lr=1.0e-6",

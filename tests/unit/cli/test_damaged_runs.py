@@ -1,4 +1,4 @@
-"""One damaged run is that run's own line: the others are listed, and no command ends with a traceback."""
+"""A damaged run costs one line about this run. Other runs are listed, and no command ends with a traceback."""
 
 import json
 import os
@@ -27,7 +27,7 @@ STEP = '{"time": 1.0, "kind": "%s", "step": %s}'
 
 
 def append_lines(file: str, *lines: str) -> Callable[[Path], None]:
-    """Return a damage to a run: these lines at the end of a file."""
+    """Return a function that damages a run: it appends these lines to a file."""
 
     def damage(run: Path) -> None:
         with (run / file).open("a") as out:
@@ -37,7 +37,7 @@ def append_lines(file: str, *lines: str) -> Callable[[Path], None]:
 
 
 def write_file(file: str, content: bytes) -> Callable[[Path], None]:
-    """Return a damage to a run: a file with this content."""
+    """Return a function that damages a run: it writes a file with this content."""
 
     def damage(run: Path) -> None:
         (run / file).write_bytes(content)
@@ -46,7 +46,7 @@ def write_file(file: str, content: bytes) -> Callable[[Path], None]:
 
 
 def append_start(**fields: Any) -> Callable[[Path], None]:
-    """Return a damage to a run: one more event of a start."""
+    """Return a function that damages a run: it appends another event of a start."""
     return append_lines("events.jsonl", json.dumps({"time": 2e9, "kind": "run_started", "num_steps": 9, **fields}))
 
 
@@ -56,7 +56,7 @@ def turn_events_into_folder(run: Path) -> None:
 
 
 BAD_STEPS = [STEP % ("step", number) for number in ("1e400", "NaN", "null", '"7"', "9" * 400, "[]")]
-# Name -> the damage, and the note of `runs list`; an empty note for none.
+# Name -> (function that damages a run, note that `runs list` shows; empty for no note).
 DAMAGE = {
     "a line nested too deep": (append_lines("events.jsonl", DEEP), "events.jsonl: 1 damaged line left out"),
     "metrics nested too deep": (append_lines("metrics.jsonl", DEEP), "metrics.jsonl: 1 damaged line left out"),
@@ -89,9 +89,9 @@ DAMAGE = {
     "a config nested too deep": (write_file("config.yaml", b"[" * 5000), ""),
     "events that are a folder": (turn_events_into_folder, "cannot be read: Is a directory"),
 }
-# A run with one of these damages can be stopped.
+# Names of damages with which a run can still be stopped.
 STOPPABLE = [name for name in DAMAGE if "folder" not in name]
-# A run with one of these damages can be resumed.
+# Names of damages with which a run can still be resumed.
 RESUMABLE = [name for name in STOPPABLE if "job" not in name]
 
 

@@ -1,4 +1,4 @@
-"""`rlctl env`: a report within 80 columns, JSON, and the exit codes of a class that keeps the contract or breaks it."""
+"""`rlctl env`: its report fits 80 columns or is JSON, and the exit code tells if a class keeps the contract."""
 
 import json
 from pathlib import Path

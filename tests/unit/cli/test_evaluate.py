@@ -1,4 +1,4 @@
-"""`rlctl eval` and `rlctl export`: refusals in one line before an engine starts; stored results shown."""
+"""`rlctl eval` and `rlctl export`: they refuse in one line before an engine starts, and show stored results."""
 
 import json
 import os

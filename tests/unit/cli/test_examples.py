@@ -1,4 +1,4 @@
-"""`rlctl examples`: the list, copies, and mistakes; a wheel carries the folders."""
+"""`rlctl examples` lists and copies examples, and refuses mistakes. A wheel contains the examples' folders."""
 
 import shlex
 import tomllib

@@ -12,7 +12,7 @@ from tests.unit.cli.conftest import Rlctl
 
 @pytest.fixture
 def hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Return a list of the pushes, as (repository, is private). It takes the place of the network."""
+    """Replace pushes to the hub. Return the list to which each push is added as (repository, True if private)."""
     calls: list[tuple[str, bool]] = []
 
     class Hub:

@@ -74,7 +74,7 @@ def test_an_error_of_the_user_that_no_command_expects_is_one_line(
 
 
 def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) -> None:
-    """Run without site-packages. A folder has all packages but rlctl's metadata and the engines, which are slow."""
+    """Run with a folder instead of site-packages, which has all packages except rlctl's metadata and the engines."""
     packages = home / "packages"
     packages.mkdir()
     left_out = ("rlctl", "_rlctl", "torch", "vllm", "transformers", "__pycache__")

@@ -18,7 +18,7 @@ from rlctl.launch import assembly
 from tests.unit.cli.conftest import Rlctl
 from tests.waiting import PATIENCE_S
 
-# Forty times the longest time, 0.5 s: work without end, or doubling with each line, takes longer anywhere.
+# Time limit: forty times the longest measured time, 0.5 s. Endless or exponential work exceeds it on any machine.
 LONGEST_S = 20.0
 RECIPE = "grpo.recipe.yaml"
 

@@ -1,4 +1,4 @@
-"""Folders of models and adapters with odd values: a check and a dry run end in a line each, never in a traceback."""
+"""Folders of models and adapters with random changes: a check and a dry run report one line, never a traceback."""
 
 import json
 import random
@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     *("", "odd", "\x1b[31mred", "a" * 1000, [], {}, [INFINITE], [[1]], {"a": [None]}, ["x", 1]),
 ]
 TEXTS = [b"", b"[]", b"null", b"3", b'{"a":', b"\xff\xfe{}", b"[" * 100_000, b'{"a":' * 400 + b"1" + b"}" * 400]
-# File -> number of its mutations. Chat templates are tested below.
+# File -> number of random changes to try. Chat templates are tested below.
 COUNTS = {
     "model/config.json": 60,
     "model/generation_config.json": 30,
@@ -70,7 +70,7 @@ def walk_paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def mutate_json(original: Any, rng: random.Random) -> tuple[str, bytes]:
-    """Return a change in words, and the JSON text after it."""
+    """Change one value of a JSON document at random. Return a description of the change, and the new text."""
     if rng.random() < 0.1:
         text = rng.choice(TEXTS)
         return str(text[:20]), text
@@ -89,7 +89,7 @@ def mutate_json(original: Any, rng: random.Random) -> tuple[str, bytes]:
 
 
 def mutate_weights(original: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """Return a change in words, and the changed safetensors file. Most changes are in its header."""
+    """Change a safetensors file at random, mostly in its header. Return a description of the change, and the bytes."""
     length = int.from_bytes(original[:8], "little")
     if rng.random() < 0.2:
         beginning = original[: rng.randrange(len(original))]

@@ -1,4 +1,4 @@
-"""Models that rlctl does not train are refused from config.json alone, as transformers reads it, before any start."""
+"""Models that rlctl does not train are refused before a start, by their config.json alone as transformers reads it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`rlctl runs list / show / dash` as a user and as a script meet them."""
+"""`rlctl runs list / show / dash`, as used by people and by scripts."""
 
 import json
 import signal
@@ -216,7 +216,7 @@ def test_without_a_name_the_newest_run_is_meant(runs: Path) -> None:
 
 
 def record_groups(run: Path, **rewards: float) -> None:
-    """Write a group of one rollout for each task. rewards: by task."""
+    """Record a group of one rollout for each task. rewards: task -> reward of its rollout."""
     groups = []
     for task, reward in rewards.items():
         rollout = {"index": 0, "text": [["49<eos>", True]], "reward": reward, "right": True, "advantage": 0.5}

@@ -1,4 +1,4 @@
-"""`rlctl config check` and `rlctl train` find the same problems: of every recipe, of broken configs, of first rows."""
+"""`rlctl config check` and `rlctl train` report the same problems of recipes, of broken configs and of first rows."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def list_errors(rlctl: Rlctl, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_a_recipe_has_no_problem_for_either(rlctl: Rlctl, recipe: str) -> None:
-    """Check and plan each recipe. Recipes for GPUs have rows and models of a hub, which this machine may lack."""
+    """Check and plan each recipe. Recipes for GPUs name rows and models of the hub, which this machine may lack."""
     checked = rlctl("config", "check", recipe)
     planned = rlctl("train", "sft" if recipe.startswith("sft") else "grpo", recipe, "--dry-run", "run.dir=runs")
     notes = [line for line in checked.err.splitlines() if "not on this machine" not in line]

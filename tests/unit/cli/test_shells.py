@@ -1,4 +1,4 @@
-"""A removed folder, and closed streams, are one line or silence."""
+"""If its folder was removed or its streams are closed, a command prints one line or nothing."""
 
 import subprocess
 import sys

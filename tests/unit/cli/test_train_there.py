@@ -1,4 +1,4 @@
-"""Runs on clusters, as far as a command line shows without one."""
+"""`rlctl train --cluster`, as far as it can be tested without a cluster."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""The objects for Kubernetes: by KubeRay's schema, with a token, shared memory, and nothing open to outside."""
+"""The Kubernetes objects of a cluster: valid by KubeRay's schema, with a token and shared memory, and no open port."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The start of nodes: loopback unless asked, ports where a firewall wants them, GPUs given out once."""
+"""The start of Ray nodes: they listen on loopback by default, and on fixed ports for a firewall. GPUs count once."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from rlctl.cluster.ray_start import Place, join_address, start_request
 from rlctl.cluster.state import ClusterNode, ClusterState
 from rlctl.config.load_cluster import load_cluster
 
-# Arguments that the head alone has.
+# Arguments that only the head node gets.
 OF_THE_HEAD = ("--port=6379", "--dashboard-port=8265")
 
 

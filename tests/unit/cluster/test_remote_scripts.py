@@ -1,4 +1,4 @@
-"""The check of a host travels as source, to any Python from 3.6 on; the others are those of the host's rlctl."""
+"""The script that checks a host is sent as source and runs on Python 3.6 or later. Others are of the host's rlctl."""
 
 import ast
 import subprocess

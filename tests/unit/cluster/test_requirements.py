@@ -1,4 +1,4 @@
-"""The verdict on a host from the answers of its check; and the check itself, on this machine."""
+"""The check of a host, run on this machine, and the verdict on a host from the results of its check."""
 
 import socket
 from importlib.metadata import version

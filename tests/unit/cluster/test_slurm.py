@@ -1,4 +1,4 @@
-"""A cluster as a Slurm job: the submitted script, the tasks' instructions, and the meaning of Slurm's words."""
+"""A cluster as a Slurm job: the submitted script, what its tasks run, and how Slurm's output is read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The memory of a cluster: private files, written whole, and a token that is checked before its use."""
+"""The stored state of a cluster: files are private and written atomically, and the token is checked before its use."""
 
 import json
 import os

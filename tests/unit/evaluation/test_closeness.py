@@ -12,13 +12,16 @@ EXACT_ROWS = [np.concatenate([[0.0], RNG.normal(-3, 1, length - 1)]).astype(np.f
 
 
 def noisy(nats: float, seed: int) -> list[NDArray[np.float32]]:
-    """Return log-probs with an error of that deviation."""
+    """Return the exact log-probs plus random errors with a standard deviation of `nats`."""
     rng = np.random.default_rng(seed)
     return [(row + nats * rng.normal(size=len(row))).astype(np.float32) for row in EXACT_ROWS]
 
 
 def judge(first: float, second: float, exact_gap: float = 0.0) -> Closeness:
-    """Compare two sides with these deviations from float32, whose float32 passes differ by `exact_gap`."""
+    """Compare two sides in bfloat16. first, second: deviation of each side from its float32 pass, in nats.
+
+    exact_gap: deviation between the float32 passes of both sides.
+    """
     return compare("bfloat16", Side("a", noisy(first, 1), EXACT_ROWS), Side("b", noisy(second, 2), noisy(exact_gap, 3)))
 
 

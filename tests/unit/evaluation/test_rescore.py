@@ -50,7 +50,7 @@ def test_answers_that_a_run_has_lost_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_was_recorded_again_counts_once(tmp_path: Path) -> None:
-    """Runs of earlier versions repeated step 0 after a resume."""
+    """Runs of earlier versions of rlctl recorded step 0 again after a resume."""
     twice = [group("r0", text="old"), group("r1"), group("r0", text="new"), group("r0", step=4)]
     answers = find_answers(run(tmp_path, twice, 2), tmp_path, 0)
     assert [record["task"] for record in answers.groups] == ["r1", "r0"]

@@ -13,7 +13,7 @@ from rlctl.refit.weight_source import Shard
 from tests.tiny_models import make_model
 
 NAMES = ["layer.norm.weight", "layer.bias", "router.correction"]
-# An engine's own tensors: two under the names of the folder, one that it makes of another.
+# Tensors of an engine before a refit: two have names of the folder, one is computed from another tensor.
 BEFORE = {"0: layer.norm.weight": 1, "0: router.correction": 2, "0: layer.fused": 3}
 BETWEEN = {name: checksum + 10 for name, checksum in BEFORE.items()}
 STAGED = LoadMode("staged", "it must", 0, False)
@@ -91,7 +91,7 @@ def test_a_refit_of_fewer_digits_than_the_folder_has_rounds(sent: str, rounded: 
 
 
 def test_all_that_a_model_holds_must_be_sent(tmp_path: Path) -> None:
-    """A tied output that is saved too is no tensor of its own; one that the model leaves alone is kept."""
+    """A tied output weight that is also saved counts with the embedding. A tensor that the model ignores is copied."""
     folder = make_model(tmp_path / "m", "qwen3")
     tensors = load_file(folder / "model.safetensors")
     facts = find_facts(folder)

@@ -47,7 +47,7 @@ def test_the_interval_without_bounds_is_students() -> None:
 
 
 def test_the_interval_of_a_share_is_of_two_tasks_more() -> None:
-    # By hand, 8 of 10: 9 of 12 have mean 0.75 and standard error 0.130558; t(9) is 2.262157.
+    # Computed by hand for 8 of 10: 9 of 12 have mean 0.75 and standard error 0.130558; t(9) is 2.262157.
     share = estimate(0.8, [1.0] * 8 + [0.0] * 2, SHARE)
     assert (share.low, share.high) == (pytest.approx(0.454657, abs=1e-5), 1.0)
     assert estimate(1.0, [1.0] * 10, SHARE).low == pytest.approx(11 / 12 - 2.262157 / 12, abs=1e-6)
@@ -105,7 +105,7 @@ def test_the_interval_of_a_difference_covers_it_in_93_of_100_comparisons_from_2_
     for answers, power in ((1, 0.5), (4, 0.5), (4, 1.0), (16, 0.1)):
         draws = np.random.default_rng(answers)
         covered = 0
-        # The mean of p^a of a uniform p is 1 / (a + 1).
+        # If p is uniform in [0, 1], the mean of p^a is 1 / (a + 1).
         true_difference = 1 / (1 + power) - 1 / 2
         for _ in range(500):
             before = draws.random(tasks)

@@ -90,7 +90,7 @@ def test_a_checkpoint_that_was_set_aside_counts_until_another_is_saved(run: Path
 def test_a_checkpoint_that_is_pruned_before_it_is_read_is_not_damaged(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that trains saves step 6 between the look at its folder and the reading."""
+    """Save step 6 of a training run after its checkpoints were listed and before the chosen one is read."""
     real = run_weights.newest_folder
 
     def look(checkpoints: Path) -> tuple[int, Path] | None:

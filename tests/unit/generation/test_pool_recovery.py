@@ -16,7 +16,7 @@ UNTOUCHED = WorkerError("refit_receive", [Failure("engine", Untouched.__name__, 
 
 
 class FakeWorker:
-    """An engine's process that is built at once."""
+    """Worker that is ready at once, instead of an engine's process."""
 
     lost_its_node = False
 
@@ -42,7 +42,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 class FakeRefit:
-    """Fails by plan: one entry an attempt, from places of engines to their fates."""
+    """Refit whose attempts fail as planned. failures: for each attempt, index of a lost engine -> its error."""
 
     def __init__(self, *failures: dict[int, Exception]) -> None:
         self.failures = list(failures)
@@ -70,7 +70,7 @@ class FakeRefit:
 
 
 class Spec:
-    """As much of an EngineSpec as the pool reads."""
+    """The fields of EngineSpec that the pool reads."""
 
     kind = "vllm"
     tensor_parallel_size = 1

@@ -1,4 +1,4 @@
-"""Seeds are a function of a rollout's identity alone; completions survive their columns."""
+"""A rollout's seed depends only on its identity, and completions can be packed into arrays and back."""
 
 from dataclasses import replace
 from itertools import product

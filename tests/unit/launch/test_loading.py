@@ -1,4 +1,4 @@
-"""Rows are read on another thread, which an interrupt of the run does not wait for."""
+"""Rows are read on a separate thread. An interrupted run does not wait for this thread."""
 
 import threading
 from contextlib import ExitStack

@@ -66,7 +66,7 @@ def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path, m
             assert messages == []
             processes[0].kill()
             until(lambda: messages)
-            # On a cluster the run is given up once its node is gone too, and not before.
+            # On a cluster a run is given up only if its node is gone too.
             with _watch_processes(_needed_processes(), messages.append, partial(messages.append, "given up")):
                 time.sleep(1.2)
                 processes[1].kill()
@@ -92,7 +92,7 @@ def test_a_start_that_stays_too_slow_ends_with_the_key_to_raise(
         raise Exception("The current node timed out during startup. This could happen because")
 
     monkeypatch.setattr(ray, "init", init)
-    # 15 s from one look at the clock to the next.
+    # Each reading of the clock is 15 s after the one before.
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count(0, 15).__next__))
     with pytest.raises(RayTooSlow) as error, local_ray(tmp_path, deadline_s=45):
         pass

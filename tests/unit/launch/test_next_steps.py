@@ -1,4 +1,4 @@
-"""The proposals at a run's end: commands that work where the run is, one a line, the command to go on last."""
+"""The commands proposed at a run's end: they work in the run's directory, one on each line, and the resume is last."""
 
 import json
 from dataclasses import replace

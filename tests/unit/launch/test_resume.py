@@ -1,4 +1,4 @@
-"""The state of a run after a resume, after success or failure. No test starts Ray: the bodies do nothing."""
+"""The files of a run after a resume that succeeds or fails. No test starts Ray, because the runs' bodies do nothing."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Body = Callable[[Session], None]
 
 
 class WrittenPart:
-    """A trainer's part of a checkpoint that is on the disk."""
+    """Stand-in for `TrainerSave` whose files are already written."""
 
     wait_cause = ""
 
@@ -118,7 +118,7 @@ def test_a_resume_that_stands_keeps_its_config_and_cuts_what_it_does_again(run: 
 
 
 def test_a_run_without_a_checkpoint_keeps_no_record_of_its_first_validation(run: Path) -> None:
-    """Step 0 is validated again, so that a kept record of its answers would be there twice."""
+    """The resumed run validates step 0 again, so a record of the first validation would be a duplicate."""
     shutil.rmtree(run / "checkpoints")
     counts = []
 

@@ -1,4 +1,4 @@
-"""Every node looks for the files that nodes must share; a run whose node is lost says what fits the others."""
+"""Every node checks for the files that nodes must share. If a node is lost, the run names a size that fits the rest."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
 
 
 class LocalReservation:
-    """A reservation of shares of nodes that do not exist."""
+    """Stand-in for a reservation on a cluster, whose nodes do not exist."""
 
     def __init__(self, shares: list[NodeRequest], deadline_s: float) -> None:
         self.shares = shares

@@ -28,7 +28,7 @@ def last_words(names: list[str]) -> list[str]:
     [
         ("llama", LLAMA),
         ("phi3", ["o_proj", "qkv_proj", "gate_up_proj", "down_proj"]),
-        # Experts and routers have none, and neither has the shared expert.
+        # Experts, routers and the shared expert get no adapters.
         ("qwen2_moe", LLAMA[:4]),
         # The first layer is dense.
         ("glm4_moe", LLAMA),

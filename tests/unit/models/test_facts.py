@@ -126,7 +126,7 @@ def test_facts_are_kept_by_config_weights_and_release(
 def test_a_refusal_comes_from_the_other_process_in_one_line(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Do the work of the other process in this one: the test above starts a process."""
+    """The facts are derived in this process here. The test above starts the separate process."""
 
     def derive_in_this_process(module: str, folder: str) -> "subprocess.CompletedProcess[str]":
         assert module == "rlctl.models.derive"

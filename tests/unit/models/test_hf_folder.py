@@ -83,7 +83,7 @@ def test_large_weights_are_written_in_several_files_with_an_index(
 
 
 def test_a_full_disk_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The folder is removed afterwards. An open file would still take its room on the disk.
+    # The folder is removed below. A file that is still open would keep its disk space.
     source = make_model(tmp_path / "source", "qwen3")
     out = tmp_path / "out"
     out.mkdir()

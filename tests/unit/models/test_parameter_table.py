@@ -141,7 +141,7 @@ def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Pa
     expected_rows = [(tensor.name, tensor.shape) for tensor in spec.tensors]
     assert [(row.name, row.shape) for row in table.sent_rows] == expected_rows
     assert all(row.is_trained and table.sends(row.name) for row in table.sent_rows)
-    # The base and its buffers are read by their names on disk, and are sent nowhere.
+    # Frozen base weights and buffers are read by their names on disk, and are not sent by refits.
     assert [row.name for row in table.rows if row.frozen] == [row.name for row in base_table.rows]
     assert not table.kept_rows and not table.is_mixed
     assert all(table.holds(str(row.target)) for row in base_table.rows)

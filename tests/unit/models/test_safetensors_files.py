@@ -1,4 +1,4 @@
-"""Boxes that several writers put into files with headers made before make up the tensors, bit for bit."""
+"""Several writers write their boxes into files whose headers were written before. Together these are the tensors."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_pa
     writers = [FolderWriter(tmp_path, LAYOUT) for _ in range(2)]
     for rank, writer in enumerate(writers):
         writer.write("rows", (4 * rank, 0), TENSORS["rows"][4 * rank : 4 * rank + 4])
-        # Columns of each expert's matrix: a run for each row.
+        # Some columns of each expert's matrix, which are one run of bytes in each row.
         writer.write("experts", (0, 0, 2 * rank), TENSORS["experts"][:, :, 2 * rank : 2 * rank + 2])
     writers[1].write("scale", (), TENSORS["scale"])
     writers[1].write("flags", (0,), TENSORS["flags"])

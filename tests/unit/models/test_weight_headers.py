@@ -1,4 +1,4 @@
-"""Weights are looked at before anything starts: quantised ones, cut files and pointers are refused by name."""
+"""Weight files are checked before a start: quantised weights, truncated files and Git LFS pointers are refused."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def section(folder: Path) -> ModelSection:
 
 
 def rewrite_weights(folder: Path, change: dict[str, torch.Tensor]) -> Path:
-    """Replace or add tensors of a real model whose config.json does not tell. Return its folder."""
+    """Replace or add tensors of a real model without changing its config.json. Return the folder."""
     from safetensors.torch import load_file
 
     save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")

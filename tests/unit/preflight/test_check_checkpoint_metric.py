@@ -1,4 +1,4 @@
-"""Notes where the best checkpoints would be lost without a word."""
+"""Notes on settings with which the best checkpoints would be deleted silently."""
 
 from pathlib import Path
 

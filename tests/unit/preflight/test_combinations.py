@@ -117,7 +117,7 @@ def test_no_reward_has_the_name_of_the_penalty(home: Path) -> None:
 
 
 def test_a_bound_of_a_ratio_that_is_1_is_a_note(home: Path) -> None:
-    """With one update a step of recomputed log-probs the policy is its own old policy."""
+    """With one update a step and recomputed log-probs, policy and old policy are equal, so that the ratio is 1."""
     clip = "grpo.loss.clip_high=0.3"
     note = f"override 1: {clip}: no effect while the ratio is 1: proximal recompute with one update a step"
     assert load("grpo", "grpo.recipe.yaml", [clip, ASYNC]).notes == [note]

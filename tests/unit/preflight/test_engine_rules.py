@@ -1,4 +1,4 @@
-"""An engine's own keys stand in a section by its name, and its rules are asked by one interface."""
+"""Keys of an engine are in a config section with the engine's name, and all engines' rules have one interface."""
 
 from pathlib import Path
 

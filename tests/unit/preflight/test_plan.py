@@ -337,7 +337,7 @@ def test_more_processes_than_cores_are_told(home: Path) -> None:
 
 
 def test_checkpoints_that_the_disk_does_not_hold_are_told(home: Path) -> None:
-    """25 steps save three times: both kept, and a third before the first one goes."""
+    """25 steps save three times. At the third save both kept checkpoints and the new one are on disk."""
     saves = ["grpo.num_steps=25", "checkpoint.every=10", "checkpoint.keep_last=2", "checkpoint.keep_best=0"]
     size = plan_run(home, *saves).schedule.checkpoint_bytes
     assert size
@@ -375,7 +375,7 @@ def test_a_frozen_base_takes_2_bytes_a_parameter_and_adapters_16(home: Path) -> 
     assert plan.memory.trainer["frozen weights, adapters"] == count_parameters(home) + 4 * adapters // 2
     assert plan.memory.trainer["gradients of adapters"] == 4 * adapters // 2
     assert plan.memory.trainer["AdamW moments of adapters"] == 8 * adapters // 2
-    # The output is frozen, and the reference is the base with adapters off.
+    # The output weight is frozen, and the reference is the base model with adapters off, so neither needs memory.
     assert not {"output's gradient", "reference"} & plan.memory.trainer.keys()
     assert all("reference" not in states for states in plan.memory.placed_states.values())
     # A refit brings adapters in the compute dtype. A checkpoint holds them, their moments and their export.

@@ -1,4 +1,4 @@
-"""The errors a person meets, word for word: one mistake a case, in a recipe that is otherwise fine."""
+"""Error messages word for word. Each case makes one mistake in a recipe that is otherwise correct."""
 
 import subprocess
 import sys

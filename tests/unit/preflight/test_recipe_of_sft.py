@@ -52,7 +52,7 @@ def test_a_recipe_of_ones_own_is_found_beside_the_file_that_names_it(tmp_path: P
     (tmp_path / "run.yaml").write_text("defaults: sft-tiny\nvalidation: {recipe: mine}\n")
     composed = load_sft(recipe=str(tmp_path / "run.yaml"))
     assert isinstance(composed.config, SftConfig) and composed.config.validation.recipe
-    # A reference is to a key of the recipe, not of the run.
+    # ${generation.temperature} in the recipe refers to the recipe, not to the SFT run.
     assert composed.config.validation.recipe.validation.temperature == 0.5
     assert str(composed.origins[f"{RECIPE}.validation.num_generations"]) == f"{tmp_path}/mine.yaml:2"
 

@@ -1,4 +1,4 @@
-"""Weights by broadcast between processes over gloo: they arrive whole, or both ends learn why not, in time."""
+"""Broadcast of weights between processes over gloo: they arrive whole, or both ends get the cause within a deadline."""
 
 import multiprocessing
 import socket
@@ -43,7 +43,7 @@ def receive(
     rank: int = 1,
     sinks: type[WholeTensorSink] = WholeTensorSink,
 ) -> list[Answer]:
-    """Receive in this process. Return the arrived tensors of each version, or the text of the RefitError."""
+    """Receive in this process. Return for each version its tensors, or the text of the RefitError."""
     receiver = open_receiver(spec, plan, rank, CPU)
     answers: list[Answer] = []
     for version in versions:
@@ -58,7 +58,7 @@ def receive(
 
 
 def send(spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Checks, rank: int, world: int) -> list[int]:
-    """Send from this process. Return the bytes of each version."""
+    """Send all versions from this process. Return the number of bytes sent for each version."""
     weights = make_weights()
     sender = open_sender(spec, source_of(plan, weights, rank, world), CPU)
     sizes = []
@@ -171,7 +171,7 @@ def test_a_sender_that_never_sends_is_named_in_time(processes: ProcessPoolExecut
 
 
 def leave(spec: TransportSpec, plan: RefitPlan) -> None:
-    """Join, then leave."""
+    """Join the transport's process group, then leave it."""
     open_receiver(spec, plan, 1, CPU).close()
 
 
@@ -226,7 +226,7 @@ def test_who_waits_for_a_dead_one_to_join_is_called_off(processes: ProcessPoolEx
 
 
 def stand_still(spec: TransportSpec, plan: RefitPlan) -> None:
-    """Join, and receive nothing."""
+    """Join the transport's process group, and receive nothing."""
     receiver = open_receiver(spec, plan, 1, CPU)
     time.sleep(10 * PATIENCE_S)
     receiver.close()

@@ -16,7 +16,7 @@ ROW = 4096
 
 
 def sum_by_hand(raw: bytes) -> int:
-    """Return the checksum by plain integers: every end, of every version, must find this."""
+    """Return the checksum, computed with Python integers. Both ends of a refit, in any version, must get it."""
     words = [int.from_bytes(raw[start : start + 8], "little") for start in range(0, len(raw) // 8 * 8, 8)]
     words_in_rows = len(raw) // ROW * (ROW // 8)
     total = 0
@@ -90,7 +90,7 @@ def test_any_flipped_bit_is_seen(place: int, bit: int, size: int) -> None:
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 63))
 def test_rows_that_change_places_are_seen(row: int, other_row: int, bit: int) -> None:
     rows = torch.zeros(5, ROW // 8, dtype=torch.int64)
-    # The highest bit is tried, too: a sum that doubles this bit loses it.
+    # The highest bit is tried too, because doubling a word would lose this bit.
     rows[row, 0] = 1 << bit if bit < 63 else -(1 << 63)
     swapped = rows.clone()
     swapped[[row, other_row]] = rows[[other_row, row]]

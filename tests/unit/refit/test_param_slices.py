@@ -1,4 +1,4 @@
-"""Regions: items land in their parts of parameters, and twins replace all live parameters at once."""
+"""Received items are copied to their regions of parameters, and twins replace all live parameters at once."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The receiving end of the chunk pipeline, over a transport without a wire."""
+"""The receiving end of the chunk pipeline, over a transport that delivers chunks at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from tests.unit.refit.weights import CPU, make_weights, plan_for
 
 
 class SlowEvent(DeviceEvent):
-    """Event that is reached at the third call of `reached`."""
+    """Event whose `reached` is true from the third call on."""
 
     def __init__(self) -> None:
         super().__init__(None)

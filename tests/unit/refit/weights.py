@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def make_weights(version: int = 0) -> dict[str, Tensor]:
-    """Return tensors of every dtype that travels: odd sizes, a scalar, an empty, a transposed and a large tensor."""
+    """Return tensors of every dtype that refits send: with odd sizes, a scalar, an empty, a transposed, a large one."""
     torch.manual_seed(version)
     return {
         "matrix": torch.randn(7, 13),
@@ -30,7 +30,7 @@ def layout_of(weights: dict[str, Tensor]) -> list[tuple[str, tuple[int, ...], st
 
 
 def shards_of(weights: dict[str, Tensor], rank: int, world: int) -> list[Shard]:
-    """Cut rows in runs of equal length. The last rank's runs are shorter. Rank 0 has the scalars."""
+    """Return this rank's rows of each tensor: ceil(rows / ranks), fewer for the last rank. Rank 0 has the scalars."""
     shards = []
     for name, tensor in weights.items():
         if tensor.ndim == 0:

@@ -37,7 +37,7 @@ MARKED = {
         ("Ann and Bob", B % "Bob and Ann", 1),
         ("July 4", B % "July 4", 1),
         ("July 4", B % "Luly 4", 0),
-        # Variables are no word.
+        # `ab` is a product of two variables, not a word.
         ("ab", B % "ba", 1),
         ("xy", B % r"y \cdot x", 1),
         ("AB+BC", B % "BC+AB", 1),
@@ -169,7 +169,7 @@ MARKED = {
         ("5 cm", B % "5", 1),
         ("5 cm", B % r"5\text{ cm}", 1),
         ("5", B % r"5 \mathrm{cm}^2", 1),
-        # A variable is no unit, and a million is none either.
+        # Neither a variable such as t nor "million" is a unit that may be left out.
         ("3t", B % "3", 0),
         ("5", B % "5x", 0),
         ("5 million", B % "5", 0),
@@ -261,7 +261,7 @@ MARKED = {
         ("5", r"\boxed{5", 0),
     ],
 }
-# Each of these would take minutes, or all memory, if it were read or evaluated.
+# Answers that would take minutes, or all memory, if they were parsed or evaluated.
 ENDLESS = [
     ("9^{9^{9^9}}", B % "9^{9^{9^9}}", 1),
     ("9^{9^{9^9}}", B % "5", 0),

@@ -1,4 +1,4 @@
-"""Rewards as they are written for TRL and verl get what they get there, and an `async def` is awaited."""
+"""Rewards written for TRL or verl get the same arguments as in these tools, and an `async def` is awaited."""
 
 from dataclasses import replace
 from pathlib import Path

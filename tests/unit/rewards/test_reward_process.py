@@ -160,7 +160,7 @@ def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkey
             stop = worker.stop
 
             def stop_and_allow_time() -> None:
-                """The process that replaces the stopped one may be slow."""
+                """Stop the process. Its replacement gets a long time, because it may start slowly."""
                 monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 120.0)
                 stop()
 

@@ -1,4 +1,4 @@
-"""User hooks here really hang, raise, exit and crash."""
+"""Scoring by user hooks that really hang, raise, exit and crash."""
 
 import os
 import subprocess
@@ -121,7 +121,7 @@ def make_section(
     return RewardSection(name, weight, correct_at, pattern, timeout_s)
 
 
-# For a reward that never ends: its neighbours must be scored within it, also on a busy machine.
+# Time limit of a reward that never ends. Other rewards must be scored within this time, also on a busy machine.
 HANGS_S = 1.5
 
 

@@ -1,4 +1,4 @@
-"""A stage of the dispatcher's tests: a pool of engines that step on command, on one thread and virtual time."""
+"""Set-up for tests of the dispatcher: a pool of engines that step on command, on one thread and in virtual time."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ SAMPLING = Sampling("validation", 0, 3, 2, 8, 1.0)
 
 
 class Stage:
-    """A pool of fake engines at version 0, and a dispatcher; answers have the length of their `max_new_tokens`."""
+    """A dispatcher and a pool of fake engines at version 0. Each answer has `max_new_tokens` tokens."""
 
     def __init__(self, engines: int, at_a_time: int, together: bool = False) -> None:
         FakeWorker.forget_all()
@@ -54,7 +54,7 @@ class Stage:
         self.restarted += rollouts
 
     def submit(self, requests: Sequence[TurnRequest], ahead: bool = False, turns_follow: bool = False) -> None:
-        """Await the turns of these requests, each in a task, and hand them out."""
+        """Start a task for each request that awaits its turn, and let the dispatcher send the requests to engines."""
 
         async def sample(request: TurnRequest) -> None:
             completion = await self.dispatcher.sample_turn(request, ahead=ahead, turns_follow=turns_follow)
@@ -74,12 +74,12 @@ class Stage:
         self.go_on()
 
     def go_on(self) -> None:
-        """Do all that is to do at this moment."""
+        """Run all callbacks that are ready, without letting time pass."""
         while self.events.step():
             pass
 
     def step_engines(self, seconds: float = 1.0) -> None:
-        """Let engines make a step, and some time pass."""
+        """Let every engine make one step, then let `seconds` of virtual time pass."""
         for worker in self.pool.engines:
             if worker.makes_steps:  # type: ignore[attr-defined]
                 worker.engine.step()  # type: ignore[attr-defined]

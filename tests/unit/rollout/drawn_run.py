@@ -25,7 +25,7 @@ from tests.virtual_events import VirtualEvents
 
 DEADLINE = 12.0
 EXPLAIN = 3.0
-# Tokens of a turn, at most.
+# Largest number of tokens of a turn.
 LONGEST = 12
 
 
@@ -37,11 +37,11 @@ def load_base_config() -> GrpoConfig:
 
 
 class ContractBroken(AssertionError):
-    """A contract that a schedule found broken."""
+    """Raised if a schedule breaks a contract."""
 
 
 class WatchedEvents(VirtualEvents):
-    """Event loop that knows if time passed in one of its callbacks: it was blocked."""
+    """Event loop that detects if a callback let virtual time pass, which means that it blocked the loop."""
 
     blocked = False
 
@@ -55,7 +55,7 @@ class WatchedEvents(VirtualEvents):
 class DrawnRun:
     """Sizes and state of a run, drawn from one seed, with the checks of its contracts."""
 
-    # Parts of the run. A start builds them.
+    # Objects of the run, created at each start.
     events: WatchedEvents
     pool: GeneratorPool
     source: TaskSource
@@ -76,21 +76,22 @@ class DrawnRun:
         self.is_in_flight = draw.random() < 0.5
         self.takes_parts = draw.random() < 0.3
         self.trouble = draw.choice([0.0, 0.01, 0.03])
-        # Share of the groups that teach nothing, and how many of a step may be replaced; 0 and 0: no filter.
+        # (share of groups that teach nothing, replacements for each group of a step). (0, 0) means no filter.
         filters = [(0.0, 0.0), (0.3, 3.0), (0.6, 3.0), (0.6, 1.0), (0.9, 0.5)]
         self.useless_share, self.max_extra = draw.choice(filters)
         # True if rollouts are episodes of up to three turns.
         self.plays_episodes = draw.random() < 0.4
         self.budget = int(self.max_extra * self.prompts_per_step)
         self.config = self.make_config()
-        # Numbers of the groups that ended, by the step of their end; and of the filtered groups.
+        # Number of an ended group -> step in which it ended.
         self.ended: dict[int, int] = {}
+        # Numbers of the groups that were filtered.
         self.filtered: set[int] = set()
-        # Numbers of the groups that teach nothing and were scored when the budget was used up.
+        # Numbers of the groups that teach nothing but were not replaced, because the budget was used up.
         self.unreplaced: set[int] = set()
-        # Task ids of the draws so far; a resume draws the same.
+        # Task id -> number of its draw. After a resume the same tasks are drawn.
         self.numbers: dict[str, int] = {}
-        # Times of the latest news, and of the latest explanation of a wait.
+        # Virtual times at which the latest result came, and at which a wait was last explained.
         self.news_at = 0.0
         self.explained_at = 0.0
         self.is_syncing = False
@@ -119,11 +120,11 @@ class DrawnRun:
 
     @property
     def num_drawn(self) -> int:
-        """Number of the tasks drawn so far."""
+        """Number of tasks that were drawn so far."""
         return self.source.cursor.position
 
     def find_number(self, group: RolloutGroup) -> int:
-        """Return the number of a group's draw: no two draws have the same task."""
+        """Return the number of the draw that a group belongs to. Each draw has another task."""
         for number in range(len(self.numbers), self.num_drawn):
             self.numbers[self.source.row_at(number).id] = number
         number = self.numbers[group.task.id]
@@ -132,7 +133,7 @@ class DrawnRun:
         return number
 
     def list_groups(self) -> list[dict[str, Any]]:
-        """Return the groups as a checkpoint has them, in the order of their numbers."""
+        """Return the groups' records as saved in a checkpoint, sorted by number."""
         state, _ = self.buffer.snapshot()
         records: list[dict[str, Any]] = state["groups"]["groups"]
         return sorted(records, key=lambda record: int(record["number"]))
@@ -148,12 +149,12 @@ class DrawnRun:
     # The contracts.
 
     def demand(self, is_met: bool, contract: int, complaint: str) -> None:
-        """Raise ContractBroken unless a demand is met."""
+        """Raise ContractBroken with `complaint` unless `is_met`. contract: number in rlctl/README.md."""
         if not is_met:
             raise ContractBroken(f"contract {contract} in schedule {self.seed}: {complaint}")
 
     def check_contracts(self) -> None:
-        """Check all that holds after each event."""
+        """Check all conditions that must hold after each event."""
         active = sum(self.buffer.occupancy().values())
         bound = self.prompts_per_step + self.budget
         if self.max_age:
@@ -165,7 +166,7 @@ class DrawnRun:
             expected = {self.pool.version}
             if self.is_syncing:
                 expected.add(self.pool.version + 1)
-            # One that is being rebuilt has no weights yet, and no request.
+            # An engine that is being rebuilt has no weights yet, and must have no request.
             if not worker.engine.active:
                 expected.add(-1)
             self.demand(worker.engine.version in expected, 3, f"{worker.name} serves {worker.engine.version}")
@@ -182,17 +183,17 @@ class DrawnRun:
             self.demand(is_right, 2, f"{engine.load} tokens are ahead of {turns} turns")
 
     def check_wait(self) -> None:
-        """Check that a wait in which nothing comes is explained, and ends at its deadline."""
+        """Check that a wait without results is explained after some time, and ends at its deadline."""
         news_at = max(self.runner.last_step, self.news_at)
         silence = self.events.time - news_at
         is_explained = self.explained_at > news_at
         # An abort waits 5 s for engines, and whatever comes between two waits takes a while too.
         self.demand(is_explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
-        # An engine that does nothing has a deadline, and so has its replacement.
+        # An engine that does nothing is replaced after a deadline, and so is its replacement.
         self.demand(silence <= 4 * DEADLINE, 8, f"a wait of {silence} s does not end")
 
     def check_trained(self, groups: list[RolloutGroup]) -> None:
-        """Check the groups of one step."""
+        """Check the groups that one step trains."""
         self.demand(len(groups) == self.prompts_per_step, 2, f"{len(groups)} groups in a step")
         self.check_choice({self.find_number(group): bool(group.rollouts) for group in groups})
         records = {record["number"]: record for record in self.list_groups()}
@@ -211,7 +212,7 @@ class DrawnRun:
         self.check_engines_of(RequestId(rollout.id))
         seed = rollout_seed(0, rollout.id, self.prompts_per_step)
         self.demand(seed >= 0 and rollout.score is not None, 2, "not scored")
-        # An engine samples the version of its weights as a token.
+        # A fake engine samples the version of its weights as token id.
         tokens = rollout.sampled_tokens.tolist()
         self.demand(tokens == rollout.sampled_versions.tolist(), 3, "tokens are said to be of another version")
         if not rollout.rows:
@@ -229,8 +230,8 @@ class DrawnRun:
                 self.demand(self.is_in_flight or len(versions) <= 1, 3, "drained, yet a turn is of two versions")
 
     def check_engines_of(self, first: RequestId) -> None:
-        """Check that a rollout goes from engine to engine no more often than its group may fail."""
-        # A second try of an episode makes the same request again, and so does a deferred group.
+        """Check that a request moves to another engine no more often than generations of its group may fail."""
+        # Repeated episodes and deferred groups make the same request again, so they are not checked.
         if self.max_age and not self.plays_episodes:
             engines = len(FakeWorker.worker_ids_by_request[first])
             max_failures = self.config.generation.max_generation_failures
@@ -238,13 +239,13 @@ class DrawnRun:
             self.demand(engines <= max_failures + 1, 2, complaint)
 
     def check_choice(self, has_rollouts: dict[int, bool]) -> None:
-        """Check who trains. has_rollouts: number of each group of the step -> True if it has rollouts."""
+        """Check that the step trains the right groups. has_rollouts: number of a group -> True if it has rollouts."""
         if self.max_age:
             useless = {number for number, sampled in has_rollouts.items() if sampled and self.is_useless(number)}
             replaceable = useless - self.unreplaced
             self.demand(not replaceable, 2, f"groups {replaceable} take places, and budget is left")
             return
-        # In a synchronous run: the first in the order of their draws.
+        # A synchronous run trains the first useful groups in the order of their draws.
         expected = list[int]()
         num_replaced = 0
         for record in self.list_groups():
@@ -261,7 +262,7 @@ class DrawnRun:
         self.demand(not sampling and has_begun_all, 2, complaint)
 
     def check_waste(self, replaced: list[int]) -> None:
-        """Check the step's record of replaced groups."""
+        """Check that the buffer reports the step's replaced groups. replaced: their numbers."""
         waste = self.buffer.waste()
         recorded = [(group.task, reason) for group, reason in waste.filtered]
         expected = [(self.source.row_at(number), "nothing") for number in replaced]

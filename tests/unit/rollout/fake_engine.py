@@ -1,4 +1,4 @@
-"""Deterministic stand-ins, in this process and on one thread: an engine behind `Worker`, a refit.
+"""Deterministic stand-ins for an engine behind `Worker` and for a refit, in this process and on one thread.
 
 The engine is the product's own `VllmEngine` over a model that "samples" the version of its weights: a token tells its
 sampler, and a mixture of versions shows.
@@ -23,13 +23,13 @@ from rlctl.refit.refit import EngineEnd, EnginesLost
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 
 MIXTURE = 10**6
-# Seconds between two looks of a call that waits.
+# Seconds of virtual time between two checks of a waiting call.
 _LOOK_S = 0.25
 
 
 @dataclass
 class Running:
-    """A request in the model, with vLLM's names for the fields that the engine reads."""
+    """A running request of `FakeModel`, whose fields have vLLM's names."""
 
     external_req_id: str
     length: int
@@ -49,7 +49,7 @@ class Running:
 
 
 class FakeModel:
-    """vLLM, as far as the engine touches it; weights in two tensors, which a refit replaces one after the other."""
+    """Stand-in for vLLM, with the attributes that the engine uses. A refit replaces its two weights one by one."""
 
     def __init__(self) -> None:
         self.weights = [-1, -1]
@@ -82,7 +82,7 @@ class FakeModel:
 
 
 def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> None:
-    """Have engines hand requests to a `FakeModel`. length: tokens of an answer."""
+    """Patch engines to add requests to a `FakeModel`. length: returns the number of tokens of a request's answer."""
 
     def begin(model: FakeModel, request: Running) -> None:
         model.running[request.external_req_id] = request
@@ -92,7 +92,7 @@ def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> N
 
 
 class SteppedEngine(VllmEngine):
-    """The engine without its thread: it steps when it is told to. `answer` comes first."""
+    """The real engine without its thread: it steps only when `step` is called. Needs the patch by `answer`."""
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
@@ -116,16 +116,16 @@ class SteppedEngine(VllmEngine):
 
     @property
     def version(self) -> int:
-        """Version of the weights that it says it serves."""
+        """Version of the weights that the engine reports."""
         return self._version
 
     @property
     def active(self) -> list[TurnRequest]:
-        """Requests without an answer, in the order in which they came; none once the engine has failed."""
+        """Requests without an answer, in order of arrival; empty if the engine has failed."""
         return [turn.request for turn in self._requests._turns.values()] if self._requests else []
 
     def hold(self, sequences: int) -> None:
-        """Say that the caches hold `sequences` sequences."""
+        """Report room for `sequences` sequences in the cache."""
         self._stats = replace(self._stats, holds=sequences)
 
     def step(self) -> None:
@@ -134,7 +134,7 @@ class SteppedEngine(VllmEngine):
             self._step_engine()
 
     def serve(self, actual: int, header: Header, torn: bool) -> None:
-        """Replace the weights by the trainer's actual ones."""
+        """Replace the weights by those of version `actual`. torn: replace only the first of the two tensors."""
 
         def load() -> float:
             self.model.weights[0] = actual
@@ -146,7 +146,7 @@ class SteppedEngine(VllmEngine):
         self._change(header, load)
 
     def is_whole(self) -> bool:
-        """Return True if the engine serves one version, the one that it says, or refuses to sample."""
+        """Return True if all weights have the version that the engine reports, or if the engine refuses to sample."""
         return bool(self._poison_reason) or set(self.model.weights) == {self._version}
 
 
@@ -157,7 +157,7 @@ class FakeWorker:
     """
 
     lost_its_node = False
-    # Every worker of a schedule, and the workers that got each request.
+    # All workers of a schedule.
     workers: ClassVar[list[Any]]
     worker_ids_by_request: ClassVar[dict[RequestId, set[int]]]
 
@@ -172,7 +172,7 @@ class FakeWorker:
 
     @staticmethod
     def forget_all() -> None:
-        """Begin a run: there are no workers."""
+        """Forget all workers, at the begin of a run."""
         FakeWorker.workers = []
         FakeWorker.worker_ids_by_request = defaultdict(set)
 
@@ -180,7 +180,7 @@ class FakeWorker:
         return FakePending(self, method.__name__, arguments)
 
     async def call(self, deadline_s: float, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Answer a call. `collect` waits until there are answers, or its patience is over."""
+        """Return the result of a call. `collect` waits until there are answers, or its patience is over."""
         now = asyncio.get_running_loop().time
         called_at = now()
         name = method.__name__
@@ -211,7 +211,7 @@ class FakeWorker:
 
 @dataclass
 class FakePending:
-    """A pending call. The engine is called when a caller waits."""
+    """A pending call, which is executed when a caller waits for the result."""
 
     worker: FakeWorker
     method: str

@@ -1,4 +1,4 @@
-"""Stand-ins for the chat and the environments of a schedule, in this process and without a clock."""
+"""Stand-ins for the chat and the environments of a schedule, in this process and in virtual time."""
 
 import random
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from tests.virtual_events import VirtualEvents
 
 
 class StubChat:
-    """`Chat`, as far as a player touches it: every prompt and every answer of the environment is a token or two."""
+    """Stand-in for `Chat`. Every prompt and every message of the environment has one or two tokens."""
 
     ends = SimpleNamespace(stops=())
     template = None
@@ -33,17 +33,18 @@ class StubChat:
 
 @dataclass
 class FunctionCall:
-    """State of a rollout function."""
+    """State of one call of a rollout function."""
 
-    # Samples that the function took, and how many of them it reported.
+    # Number of samples that the function received.
     num_taken: int = 0
+    # Number of received samples that the function has reported to the player.
     num_reported: int = 0
     # The action that waits for a sample.
     waiting: "Future[Any] | None" = None
 
 
 class LateGames:
-    """Environments in this process that answer late, in any order, and may fail."""
+    """Stand-in for environments, in this process: they answer late and in any order, and may fail."""
 
     def __init__(self, draw: random.Random, trouble: float, events: VirtualEvents) -> None:
         self.random = draw
@@ -66,7 +67,7 @@ class LateGames:
         return self._answer_later(1.0)
 
     def check(self) -> None:
-        """Do nothing: nothing goes wrong in this process."""
+        """Do nothing, because this stand-in has no process that may fail."""
 
     def close(self, episode: Any) -> None:
         pass
@@ -94,7 +95,7 @@ class LateGames:
         return call.waiting
 
     def answer(self) -> None:
-        """Answer some requests."""
+        """Answer some of the waiting requests."""
         for _ in range(min(len(self.unanswered), self.random.randint(0, 6))):
             future, answer = self.unanswered.pop(self.random.randrange(len(self.unanswered)))
             if self.random.random() < 3 * self.trouble:

@@ -45,13 +45,13 @@ FAILED = Score(None, {}, "environment: it failed", False)
 
 
 class Killed(BaseException):
-    """The driver's end in the midst of anything."""
+    """Raised at any moment to simulate that the driver is killed."""
 
 
 class Schedule(DrawnRun):
     """One run, in which everything random is drawn from one seed."""
 
-    # The one that runs.
+    # The schedule that is running.
     current: ClassVar["Schedule"]
 
     def __init__(self, seed: int) -> None:
@@ -106,7 +106,7 @@ class Schedule(DrawnRun):
         return is_used_up or is_stuck
 
     def start(self) -> None:
-        """Begin, or begin again from the newest checkpoint."""
+        """Start the run, or restart it from its newest checkpoint."""
         FakeWorker.forget_all()
         self.events = WatchedEvents(self.let_event_happen, self.random)
         self.news_at = 0.0
@@ -121,7 +121,7 @@ class Schedule(DrawnRun):
         self.pool.connect(refit)
         self.source = self.make_source()
         self.version = self.saved[0] if self.saved else 0
-        # Groups that an asynchronous run may still replace.
+        # Number of groups that an asynchronous run may still replace.
         self.credit = self.saved[3] if self.saved else self.budget * (self.max_age + 1)
         self.refit.trainer = self.version
         self.sync(self.version)
@@ -168,7 +168,7 @@ class Schedule(DrawnRun):
                 groups += part
             groups += self.buffer.take(self.version, open_span)
             self.check_trained(groups)
-            # The optimizer's step: the trainer has new weights, and the engines go on meanwhile.
+            # This is the optimizer step: the trainer gets new weights, while the engines go on sampling.
             self.refit.trainer += 1
             for _ in range(self.random.randint(0, 2)):
                 self.let_event_happen()
@@ -273,7 +273,7 @@ class Schedule(DrawnRun):
             raise Killed
 
     def let_engines_go_on(self) -> None:
-        """Step engines in the midst of a sync: some have the new weights."""
+        """Let engines step in the middle of a refit, when only some engines have the new weights."""
         if self.pool.version >= 0:
             self.step_engines()
             self.check_contracts()
@@ -287,7 +287,7 @@ class Schedule(DrawnRun):
         return [replace(group, rollouts=[add_score(rollout) for rollout in group.rollouts]) for group in groups]
 
     def find_uselessness(self, group: RolloutGroup) -> str | None:
-        """Return the reason if a group teaches nothing, as `teaches_nothing` of the buffer."""
+        """Return the reason why a group teaches nothing, or None. The buffer calls it as `teaches_nothing`."""
         number = group.rollouts[0].id.group
         if not self.is_useless(number):
             return None
@@ -303,12 +303,12 @@ class Schedule(DrawnRun):
 
 
 def add_score(rollout: Rollout) -> Rollout:
-    """Return a rollout with its score: one without rows has failed."""
+    """Return the rollout with a score. A rollout without rows gets a failed score."""
     return replace(rollout, score=RIGHT if rollout.rows else FAILED)
 
 
 def draw_length(seed: int) -> int:
-    """Return the number of tokens of an answer: one in eleven is long."""
+    """Return the number of tokens of an answer, drawn by `seed`. One answer in eleven is long."""
     length = 1 + seed % 7
     return length + 12 if seed % 11 == 0 else length
 
@@ -318,7 +318,7 @@ def open_span(name: str) -> Any:
 
 
 def note_news(deadline: WaitDeadline) -> None:
-    """Note that something came, as the wait does."""
+    """Record the time at which a wait got a result."""
     Schedule.current.news_at = Schedule.current.events.time
     note_progress(deadline)
 
@@ -328,7 +328,7 @@ note_progress = WaitDeadline.note_progress
 
 @contextmanager
 def fakes() -> Iterator[None]:
-    """Put the stand-ins in place of processes and files."""
+    """Replace processes and files by the stand-ins."""
     files: dict[str, Any] = {}
 
     def save(folder: Path, groups: Any) -> None:

@@ -1,4 +1,4 @@
-"""Admission lets the event loop go round: it begins rollouts in slices, at a resume and in a validation too."""
+"""Admission begins rollouts in slices, so that the event loop can run other callbacks. So do resume and validation."""
 
 import asyncio
 import gc
@@ -34,7 +34,7 @@ ANSWER = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), np.zeros(1, 
 
 
 class EngineWorker:
-    """An engine's worker that takes requests. answers: it answers each one a little later."""
+    """Stand-in for an engine's worker that accepts requests. answers: True to answer each request a little later."""
 
     name = "engine-0"
     answers = False
@@ -57,7 +57,7 @@ class EngineWorker:
 
 
 class CountingPlayer(SingleTurnPlayer):
-    """A player with a count of its rollouts."""
+    """Player that counts the rollouts that it begins."""
 
     num_begun = 0
 
@@ -92,7 +92,7 @@ class Stage:
             self.rounds.append((self.player.num_begun - begun_before, time.thread_time() - time_before))
 
     def settle(self, rollouts: int) -> None:
-        """Wait until the engine has this number of rollouts."""
+        """Wait until the engine has got `rollouts` rollouts."""
         until(lambda: len(self.worker.requests) >= rollouts)
 
     def count_most_begun(self) -> int:

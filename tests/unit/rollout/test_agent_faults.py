@@ -1,4 +1,4 @@
-"""Agents that go wrong in their process: the failure is their episode's, others in the process go on (contract 11)."""
+"""An agent that fails in its process fails only its episode. Other agents in the process go on (contract 11)."""
 
 import sys
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from rlctl.rollout.types import Rollout
 from tests.unit.rollout.test_player import LIMITS, ScriptedEngines, begin, start
 from tests.waiting import PATIENCE_S, until
 
-# Several times the start of a command on a busy machine. Only what hangs is to reach it.
+# Deadline of an agent: several times the start of a command on a busy machine, so that only a hanging agent reaches it.
 DEADLINE_S = 4.0
-# Without an SDK: its import takes longer than all of this.
+# An agent that asks for a turn without an SDK, whose import would take longer than the rest of the test.
 ASK = """
 import json, os, signal, socket, subprocess, sys, threading, time
 from urllib.request import Request, urlopen

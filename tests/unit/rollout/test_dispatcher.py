@@ -1,5 +1,4 @@
-"""The dispatcher on engines that step on command: the engine of each request, the receiver of each answer, the
-queue."""
+"""The dispatcher with engines that step on command: which engine gets a request, who gets an answer, and the queue."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -35,7 +34,7 @@ def turns_of_groups(groups: Iterable[int], size: int, longest: int) -> list[Turn
     return requests
 
 
-# For each group: its number of rollouts, and the tokens of their answers.
+# For each group (number of rollouts, tokens of each answer).
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, max_size=30)
 
 
@@ -64,7 +63,7 @@ def test_an_engine_gets_what_it_decodes_at_a_time_and_room_as_each_rollout_ends(
     stage = Stage(1, at_a_time=3)
     short = [turn(0, 0, longest=1), turn(0, 1, longest=5)]
     stage.submit([*short, *turns_of_groups([1, 2], 2, 5)])
-    # Two are fewer than three, so a second group begins; four are not.
+    # The engine decodes three: with two rollouts a second group begins, with four no third group.
     assert stage.list_sampling(0) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     stage.step_engines()
     assert stage.answered_ids == [turn(0, 0).id]
@@ -95,7 +94,7 @@ def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> 
     assert [[rollout.id.index for rollout in group.rollouts] for group in validated] == [[0, 1]] * 3
     for group in validated:
         assert all(rollout.id.purpose == "validation" and rollout.num_sampled == 8 for rollout in group.rollouts)
-    # Running requests went on; waiting ones still wait.
+    # Only requests that were running were answered. The others still wait.
     assert {request.id.rollout.group for request, _ in stage.answers} == {0}
     description = stage.dispatcher.describe()
     assert "8 rollouts not begun" in description or "10 rollouts not begun" in description
@@ -221,7 +220,7 @@ def test_a_cancelled_turn_ends_when_its_engine_is_lost() -> None:
     assert not stage.tasks[requests[0].id].done()
     stage.events.let_pass(2.0)
     assert stage.tasks[requests[0].id].cancelled()
-    # The other engine did nothing for as long.
+    # The other engine did nothing for as long, so it is replaced too.
     assert stage.dispatcher.repair() and stage.restarted == [requests[1].id.rollout]
 
 
@@ -308,7 +307,7 @@ def test_an_engine_that_answers_no_call_keeps_no_other_from_its_work() -> None:
 
 @dataclass(eq=False)
 class LoadedEngine:
-    """An engine with a load."""
+    """Stand-in for an engine with a given load."""
 
     index: int
     load: int = 0

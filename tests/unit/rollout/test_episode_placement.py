@@ -1,4 +1,4 @@
-"""The dispatcher with rollouts of several turns: the engine of each turn, and the number of episodes that begin."""
+"""The dispatcher with rollouts of several turns: which engine gets a turn, and how many episodes begin."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fake_engines")
 
 
 def hold_sequences(stage: Stage, sequences: int) -> None:
-    """Have the caches of all engines hold this number of sequences, and the dispatcher know."""
+    """Let all engines report room for `sequences` sequences in the cache, and let the dispatcher read the reports."""
     for worker in stage.pool.engines:
         worker.engine.hold(sequences)  # type: ignore[attr-defined]
     # Nothing is sampled: a call that collects returns when its patience is over.
@@ -45,13 +45,13 @@ class Conversations:
         self.engine_names: dict[RequestId, str] = {}
 
     def note_engines(self) -> None:
-        """Note the engine that samples each request."""
+        """Record the engine that samples each request."""
         for worker in self.stage.pool.engines:
             for request in worker.engine.active:  # type: ignore[attr-defined]
                 self.engine_names[request.id] = worker.name
 
     def go_on(self) -> None:
-        """Have a while pass; some of what was answered goes on."""
+        """Let some time pass, after which some conversations submit their next turn."""
         self.note_engines()
         self.stage.step_engines()
         self.note_engines()

@@ -36,7 +36,7 @@ LIMITS = EpisodeLimits(max_turns=16, max_length=100_000, timeout_s=1e9, max_retr
 
 @dataclass
 class ScriptedEngines:
-    """Answers each request soon, by the text or ids that `says` gives for it; keeps what was asked and answered."""
+    """Stand-in for engines that answers each request soon, with the text or token ids that `says` returns for it."""
 
     chat: Chat
     says: Any
@@ -44,7 +44,7 @@ class ScriptedEngines:
     answered: list[tuple[TurnRequest, list[int]]] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
     finished: list[RolloutId] = field(default_factory=list)
-    # If each turn was to be sampled ahead of others.
+    # For each turn, True if it was to be sampled ahead of other requests.
     ahead: list[bool] = field(default_factory=list)
     events: Any = None
 
@@ -61,12 +61,12 @@ class ScriptedEngines:
         self.answered.append((request, tokens))
         log_probs = np.linspace(-1, -2, len(tokens), dtype=np.float32)
         finish: Any = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
-        # Each answer has a version of its own.
+        # Each answer has another weight version.
         versions = np.full(len(tokens), len(self.answered), np.int32)
         return Completion(np.array(tokens, np.int32), log_probs, versions, finish)
 
     async def wait_to_answer(self, request: TurnRequest) -> None:
-        """Wait until a request is to be answered."""
+        """Wait until the engine may answer a request."""
         await asyncio.sleep(0)
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
@@ -74,7 +74,7 @@ class ScriptedEngines:
 
 
 class ScriptedPool:
-    """Environment in this process: `acts(kind, payload)` gives each outcome."""
+    """Stand-in for an environment pool, in this process. `acts(kind, payload)` returns each outcome."""
 
     def __init__(self, acts: Any) -> None:
         self.acts = acts
@@ -83,7 +83,7 @@ class ScriptedPool:
         self.events: Any = None
 
     def check(self) -> None:
-        """Do nothing: nothing goes wrong in this process."""
+        """Do nothing, because this stand-in has no process that may fail."""
 
     def key_of(self, row: Any) -> str:
         return "game"
@@ -133,7 +133,7 @@ def player_of(
     limits: EpisodeLimits = LIMITS,
     tool_format: str | None = None,
 ) -> RolloutRunner:
-    """Return a runner of episodes whose event loop goes on when `go_on` is called."""
+    """Return a runner of episodes, whose event loop runs only when `go_on` is called."""
     engines.events = pool.events = VirtualEvents()
     environments: Any = pool
     player = EnvironmentPlayer(environments, {"game": make_contract(has_step)}, chat, limits, tool_format)
@@ -141,7 +141,7 @@ def player_of(
 
 
 def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, seed: int = 0) -> RolloutRunner:
-    """Return a runner whose event loop makes one step at a time, drawn by a seed."""
+    """Return a runner whose event loop runs one callback at a time, drawn by `seed`."""
     engines.events = pool.events = VirtualEvents(draw=random.Random(seed))
     environments: Any = pool
     player = EnvironmentPlayer(environments, {"game": make_contract(True)}, chat, LIMITS, None)
@@ -149,7 +149,7 @@ def drawn_player_of(chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, se
 
 
 def begin(runner: RolloutRunner, *starts: RolloutStart, ahead: bool = False) -> list[Rollout]:
-    """Begin rollouts; return the list that gets each as it ends."""
+    """Begin rollouts. Return a list to which each rollout is added when it ends."""
     ended = list[Rollout]()
     runner.events.ask(lambda: runner.begin(starts, ended.append, ahead=ahead))
     return ended
@@ -183,7 +183,7 @@ def play(
 
 
 def check_exact(rollout: Rollout, engines: ScriptedEngines, rewritten: bool) -> None:
-    """Check that every sampled token trains exactly once, after the engine's own prompt."""
+    """Check that every sampled token is trained exactly once, after exactly the prompt that the engine got."""
     rows = rollout.rows
     expected = [(request.prompt_tokens, tokens) for request, tokens in engines.answered if tokens]
     trained = []

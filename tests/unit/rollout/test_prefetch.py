@@ -1,4 +1,4 @@
-"""Enough groups on their way to keep the trainer busy, and no more; never above the bound."""
+"""The prefetch target: as many groups in the buffer as keep the trainer busy, and never more than the bound."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from rlctl.rollout.prefetch import STEPS, AdaptivePrefetch
 
 
 def note_steps(prefetch: AdaptivePrefetch, steps: int, waited: float, complete: int) -> int:
-    """Note steps; return the target after them."""
+    """Report some steps to `prefetch`. Return the target after these steps."""
     for _ in range(steps):
         prefetch.note_step(waited, complete)
     return prefetch.target

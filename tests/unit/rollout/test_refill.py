@@ -1,4 +1,4 @@
-"""The number of groups that a step begins in place of others that teach nothing, and a synchronous step's choice."""
+"""Refill: the number of groups that replace groups that teach nothing, and the groups that a synchronous step trains."""
 
 import random
 

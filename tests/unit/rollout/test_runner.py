@@ -1,4 +1,4 @@
-"""The runner of rollouts: defects are raised, and a stop ends tasks but leaves actions to their end."""
+"""The runner of rollouts raises defects. Stopping it ends its tasks, but environment actions may finish."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ from tests.waiting import until
 
 
 class HeldEngines:
-    """Engines that answer when they are told to, and confirm aborts when they are told to."""
+    """Stand-in for engines that answer, and confirm aborts, only when the test says so."""
 
     def __init__(self, events: EventLoop) -> None:
         self.events = events
-        # Requests, each with the future of its answer.
+        # (request, future of its answer).
         self.requests = list[tuple[TurnRequest, asyncio.Future[Completion]]]()
         self.aborted = list[RequestId]()
         self.confirm = asyncio.Event()
@@ -47,11 +47,11 @@ class HeldEngines:
         self.events.call(lambda: answer.set_result(completion))
 
     def finish(self, rollouts: Iterable[RolloutId]) -> None:
-        """Do nothing: nothing follows."""
+        """Do nothing, because no later turns follow."""
 
 
 class CoroutinePlayer(Player):
-    """Player that is a coroutine of a test."""
+    """Player that plays a rollout by a test's coroutine."""
 
     def __init__(self, play: Callable[[RolloutStart, Policy], Any]) -> None:
         self._play = play
@@ -72,7 +72,7 @@ START = RolloutStart(RolloutId("train", "r0", 0, 0), Task("r0", [1, 2], "", None
 
 
 def begin(runner: RolloutRunner) -> list[Rollout]:
-    """Begin a rollout; return the list that gets it when it ends."""
+    """Begin a rollout. Return a list to which it is added when it ends."""
     ended = list[Rollout]()
     runner.events.ask(lambda: runner.begin([START], ended.append))
     return ended

@@ -1,4 +1,4 @@
-"""Scores of episodes: the rewards of the config on the whole conversation, and the value that the environment gave."""
+"""Scores of episodes: the config's rewards get the whole conversation, and the environment gives a value."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -21,7 +21,7 @@ def make_task(number: int) -> Task:
 
 
 class NumberedTable(GroupTable):
-    """Group table that admits by number: 0, 1, 2 and so on."""
+    """Group table whose admitted groups are numbered 0, 1, 2 and so on."""
 
     next = 0
 
@@ -41,7 +41,7 @@ class NumberedTable(GroupTable):
         return [group.number for group in self.in_state(*states)]
 
     def resume(self, state: dict[str, Any], version: int) -> list[int]:
-        """Take up a state; return the numbers of the groups that are sampled resumed."""
+        """Load a saved state. Return the numbers of the groups that must be sampled again."""
         ready = {group["number"]: list[Any]() for group in state["groups"]}
         return [group.number for group in self.load_state_dict(state, version, make_task, ready)]
 
@@ -53,7 +53,7 @@ def finish(staleness: NumberedTable, *numbers: int) -> None:
 
 
 def make_step(staleness: NumberedTable, version: int, numbers: list[int]) -> None:
-    """Train the groups of these numbers at `version`, and refill for the next."""
+    """Train the groups with these numbers at `version`, and admit groups for the next step."""
     staleness.take(numbers, version)
     staleness.release()
     staleness.fill(version + 1)
@@ -139,7 +139,7 @@ class Schedule:
         assert active == self.staleness.rule.capacity == (self.max_age + 1) * self.prompts
 
     def resume(self) -> None:
-        """Go back to the newest checkpoint, as after kill -9. Groups in flight are sampled resumed."""
+        """Go back to the newest checkpoint, as after kill -9. Groups in flight are sampled again."""
         self.version, state, self.started_at, self.trained = self.saved
         self.saved = (self.version, state, dict(self.started_at), list(self.trained))
         number = len(self.trained) + len(state["groups"])
@@ -304,7 +304,7 @@ def test_a_group_that_has_rollouts_keeps_its_age_when_the_others_begin_again() -
     staleness.restart(0, 1)
     staleness.restart(1, 1)
     assert staleness.occupancy() == {0: 2, 1: 1}
-    # Resampled it loses both its rollouts and its age.
+    # A resampled group loses its rollouts and its age.
     assert staleness.resample(0, 1).rollouts == {}
     assert staleness.occupancy() == {0: 1, 1: 2}
 

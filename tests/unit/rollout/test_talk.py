@@ -1,4 +1,4 @@
-"""A talk with a policy: exact tokens over its turns, answers of tools, and an interrupt at the cost of one turn."""
+"""`rlctl chat`: exact tokens over the turns of a conversation, results of tools, and Ctrl-C that ends only one turn."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The work of a cluster's head for a run, as far as it needs no Ray."""
+"""The agent that serves runs on a cluster's head node, as far as it needs no Ray."""
 
 import json
 import os
@@ -22,7 +22,7 @@ CONFIG = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
 
 
 class JobApi(BaseHTTPRequestHandler):
-    """Ray's job API, as far as a head uses this: every job has `status`, and bodies are kept."""
+    """Stand-in for Ray's job API. Every job has the state `status`, and bodies of requests are recorded."""
 
     status: ClassVar[dict[str, Any]] = {}
     bodies: ClassVar[list[Any]] = []

@@ -1,4 +1,4 @@
-"""The files that travel to a cluster with another file system."""
+"""The files that are uploaded to a cluster with another file system."""
 
 import base64
 import io

@@ -1,4 +1,4 @@
-"""The copy of a run directory here, of one that grows elsewhere: the real program, on this machine."""
+"""A local mirror of a run directory that grows on another machine. The real program runs here, on one machine."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ FILES = ("events.jsonl", "metrics.jsonl")
 
 
 def start_mirror(original: Path, mirror: Path, follow: bool) -> "subprocess.Popen[str]":
-    """Start the program that sends new bytes of an original to its mirror."""
+    """Start the program that copies new bytes of the original directory to its mirror."""
     texts = {name: (mirror / name).read_bytes() for name in FILES if (mirror / name).is_file()}
     have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
     request = {"folder": str(original), "files": FILES, "have": have, "follow": follow}

@@ -21,7 +21,7 @@ class LogProbs:
 
 @dataclass
 class Output:
-    """vLLM's output of a request."""
+    """Output of vLLM for one request."""
 
     token_ids: list[int]
     finish_reason: str = "stop"

@@ -1,4 +1,4 @@
-"""Each way in which an engine could serve other adapters than were sent is found and named."""
+"""A refit of adapters finds and names each fault by which an engine would serve other adapters than were sent."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -90,11 +90,11 @@ def test_a_version_is_live_and_proven(tmp_path: Path, rows: int, first: int) -> 
 
 
 def deliver_nothing(ends: Ends) -> None:
-    """The engine says that it changed its adapters, and does not."""
+    """Let the engine report a change of its adapters without making it."""
 
 
 def commit_a_alone(ends: Ends) -> None:
-    """Make A live. B stays that of the version before."""
+    """Make only the new A matrices live. The B matrices stay those of the version before."""
     shadow = {region.box: region.view for region in ends.loader._shadow.regions}
     for region in ends.engine_adapters.regions:
         if region.box.name.endswith("lora_A.weight"):

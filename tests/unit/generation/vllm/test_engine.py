@@ -1,5 +1,4 @@
-"""An engine whose weights may be a mixture, or were dropped, samples no more; its workers' answers are read to the
-last."""
+"""An engine stops sampling if its weights may be a mixture or were dropped. It reads the answers of all its workers."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,16 +17,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def return_errors(method: Method) -> Method:
-    """Return `method` as a worker wraps it. Its module imports vLLM, 5 s: not in every process that collects tests."""
+    """Return `method`, wrapped as in a worker. The import is inside, because importing vLLM takes 5 s."""
     from rlctl.generation.vllm import worker_extension as worker
 
     return worker.return_errors(method)
 
 
 class Model(FakeModel):
-    """vLLM with two workers that join a transport, fall asleep, and answer by name.
+    """Stand-in for vLLM with two workers, which receive refits, sleep, and answer calls by method name.
 
-    overwrites: of each worker, see `LoadMode`. failing: message of the refits of each worker; empty where they arrive.
+    overwrites: `LoadMode.overwrites` of each worker. failing: error message of both workers' refits; empty if refits
+    succeed.
     """
 
     def __init__(self, mode: str = "direct", overwrites: tuple[bool, ...] = (True, True), failing: str = "") -> None:
@@ -35,7 +35,7 @@ class Model(FakeModel):
         self.levels = list[int]()
         self.failing = [failing] * 2
         self.error: type[RefitError] = RefitError
-        # Tensor whose live numbers differ.
+        # Name of a tensor whose live values differ from the sent ones; empty for none.
         self.differs = ""
         self.steps = 0
         self.proven_after = list[int]()
@@ -60,7 +60,7 @@ class Model(FakeModel):
         self.committing = 2
 
     def rl_committed(self, rank: int) -> float | None:
-        """Rank 1's device is done at the second question, after rank 0's."""
+        """Return a result only from the second call on for rank 1, and at once for rank 0."""
         self.committing -= rank
         return None if rank and self.committing else 0.25
 
@@ -81,7 +81,7 @@ class Model(FakeModel):
         return return_errors(self._prove)(rank)
 
     def _prove(self, rank: int) -> LiveProof:
-        """Prove what is live, unless it is to differ; note the steps made before."""
+        """Return the proof of the live weights, wrong if `differs` is set. Record the number of steps made before."""
         self.proven_after.append(self.steps)
         if self.differs:
             raise RefitError(f"{self.differs} is live with other numbers than version 5 was sent with")
@@ -175,7 +175,7 @@ def test_what_has_not_entered_ends_with_an_engine_that_fails(monkeypatch: pytest
 
 
 def wake_engine(monkeypatch: pytest.MonkeyPatch, model: Model) -> SteppedEngine:
-    """Return an engine that slept, and is awake again."""
+    """Return an engine that has slept and was woken."""
     engine = make_engine(monkeypatch, model)
     engine.sleep()
     engine.wake("weights")
@@ -231,7 +231,7 @@ def test_a_commit_lasts_until_the_device_of_every_worker_has_done_it(monkeypatch
 def test_a_version_is_proven_after_the_step_that_follows_before_its_tokens_are_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device is at work meanwhile: an engine that proved at once would stall for a step."""
+    """The device is busy after a commit, so an engine that proved the version at once would stall for a step."""
     model = Model("staged")
     engine = make_engine(monkeypatch, model)
     engine.submit([turn(0)])

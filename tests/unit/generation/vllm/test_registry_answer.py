@@ -72,7 +72,7 @@ def test_an_adapter_of_any_rank_is_served_by_a_rank_that_vllm_takes() -> None:
 def test_a_models_class_is_looked_at_in_the_engines_own_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a start on a CPU imports vLLM once; what an earlier start kept is not read."""
+    """A start on a CPU therefore imports vLLM only once. The answer kept by an earlier start is not read."""
     from vllm.model_executor.models import registry
 
     def start_another(*arguments: Any, **options: Any) -> None:

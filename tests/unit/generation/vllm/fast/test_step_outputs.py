@@ -1,4 +1,4 @@
-"""Tokens leave the scheduler once, when their request ends, each with the log-prob it was sampled with."""
+"""`StepOutputs` passes a request's tokens on once, when the request ends, each token with its log-prob."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,10 @@ from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 
 
 class Scheduler:
-    """Gives each request one token a step, as it is told to: (request, token, log-prob, ends, counts)."""
+    """Scheduler that adds one token to each request. A step's rows are (request, token, log-prob, ends, counts).
+
+    ends: True if the token ends the request. counts: False if the scheduler drops the token.
+    """
 
     def update_from_output(self, scheduled: Any, sampled: Any) -> Any:
         assert sampled.logprobs is None
@@ -30,7 +33,7 @@ def make_state() -> Any:
 
 
 def step(scheduler: Any, rows: list[tuple[str, int, float, bool, bool]], several: bool = False) -> list[Any]:
-    """Make one step. The rows of the device's batch come in another order."""
+    """Make one step and return the outputs that are passed on. The device's batch has the rows in another order."""
     order = sorted(rows, reverse=True)
     log_probs = np.array([[value, 0.0] for _, _, value, _, _ in order], np.float32).reshape(len(order), 2)
     lists = SimpleNamespace(logprobs=log_probs, cu_num_generated_tokens=[0] if several else None)

@@ -1,4 +1,4 @@
-"""Shortened steps are on only where every name that they rely on exists, and honour every parameter or refuse it."""
+"""Shortened steps are on only if all attributes that they use exist in vLLM. They honour or refuse each parameter."""
 
 import ast
 from dataclasses import replace
@@ -33,7 +33,7 @@ def read_names(file: str, *owners: str) -> set[str]:
 def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> None:
     scheduler_names = {name.rpartition(".")[2] for name in SCHEDULER}
     owners = ("scheduler", "self._scheduler", "manager", "self._manager")
-    # Named by their features.
+    # `_FEATURES` checks these attributes.
     parts = {"kv_cache_manager", "block_pool", "coordinator"}
     assert read_names(file, *owners) <= scheduler_names | parts
     request_names = set(REQUEST).union(*EITHER)
@@ -41,7 +41,7 @@ def test_every_name_of_a_scheduler_and_of_a_request_is_asked_for(file: str) -> N
 
 
 def test_no_name_is_asked_for_that_nothing_reads() -> None:
-    # Without it a newer vLLM would lose the shortened steps for nothing.
+    # If a newer vLLM lacks a name that is not used, shortened steps must not be switched off.
     files = ["next_token.py", "step_outputs.py"]
     attributes = set[str]()
     request_names = set[str]()
@@ -54,7 +54,7 @@ def test_no_name_is_asked_for_that_nothing_reads() -> None:
 
 
 def llm(scheduler: Any) -> Any:
-    """vLLM's engine, as far as the switch asks."""
+    """Return an object with the attributes of vLLM's engine that the switch reads."""
     return SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler)))
 
 
@@ -103,7 +103,7 @@ def test_every_sampling_parameter_is_honoured_or_refused(tmp_path: Path) -> None
 
 
 def test_requests_pass_on_every_sampling_key_of_the_config(tmp_path: Path) -> None:
-    """With shortened steps and without: vLLM itself gets the same parameters."""
+    """vLLM gets the same sampling parameters with shortened steps as without."""
     llm_engine = SimpleNamespace(input_processor=SimpleNamespace(process_inputs=lambda *args, **options: args[2]))
     spec = replace(spec_for(tmp_path), top_p=0.9, top_k=20, stop_token_ids=(4,))
     off = replace(spec, options={**spec.options, "fast_path": False})
