@@ -16,7 +16,7 @@ _WAIT_S = 300.0
 
 
 class Page:
-    """The only page of a browser, controlled by the Chrome DevTools Protocol: JSON messages, each ended by a zero byte."""
+    """The only page of a browser, controlled by the Chrome DevTools Protocol: JSON messages separated by zero bytes."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read = read

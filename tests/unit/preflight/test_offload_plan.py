@@ -1,4 +1,4 @@
-"""The residency table: in each phase, parameters, gradients and optimizer state are on the device, the host or nowhere."""
+"""The residency table: in each phase a kind of state is on the device, on the host or nowhere."""
 
 from itertools import product
 

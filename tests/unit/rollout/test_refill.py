@@ -1,4 +1,4 @@
-"""Refill: the number of groups that replace groups that teach nothing, and the groups that a synchronous step trains."""
+"""Refill: how many groups replace groups that teach nothing, and which groups a synchronous step trains."""
 
 import random
 
