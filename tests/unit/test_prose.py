@@ -27,7 +27,7 @@ CEILINGS = {
     },
 }
 # Passages that begin with a word that is no beginning (`prose.py`).
-OPENINGS = {"rlctl": 4, "tests": 0, "recipes": 0, "examples": 0}
+OPENINGS = {"rlctl": 1, "tests": 0, "recipes": 0, "examples": 0}
 _SHOWN = 8
 
 
