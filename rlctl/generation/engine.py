@@ -1,4 +1,4 @@
-"""Interface `Engine`: an object in a separate process that samples turns from the policy and receives new weights.
+"""Interface `Engine`: an object in a separate process that samples turns or scores tokens, and receives new weights.
 
 vLLM (`generation/vllm/`) is the first implementation. Another engine is a class with these methods, and an `EngineKind`
 (`generation/spec.py`) that builds an object of the class. `generation.engine=my_engine.py:KIND` chooses it. No other
@@ -11,7 +11,7 @@ with a deadline. `tests/system/test_engine_port.py` tests the promises of the do
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.requests import PackedCompletions, RequestId, ScoreRequest, TurnRequest
 
 # An engine of a user imports `LoadMode` from here.
 from rlctl.refit.protocol import LoadMode as LoadMode
@@ -37,7 +37,7 @@ class EngineStats:
     busy: float = 0.0
     # Seconds in which nothing could be sampled because weights changed.
     paused: float = 0.0
-    # Number of sampled tokens: a step samples one token for each of its sequences.
+    # Number of sampled tokens: a step samples one token for each of its sequences. A scored sequence counts once.
     tokens: int = 0
     steps: int = 0
     # Number of prompt tokens of requests that began, and number of prompt tokens that were in the prefix cache.
@@ -62,17 +62,23 @@ class FinishedTurns:
 class Engine(ReceivesWeights, Protocol):
     """Methods of an engine that the driver calls. A built engine can sample.
 
-    **Calls.** Methods of four kinds are called concurrently, each kind on another thread: `collect`; `submit` and
-    `abort`; the refit, `sleep` and `wake`; `memory`. Within a kind, the next call comes after the answer to the
-    previous one. `collect` and `memory` are also called while weights change, and during sleep. `submit` and `abort`
-    are also called while weights change, if the refit is in flight.
+    **Calls.** Methods of four kinds are called concurrently, each kind on another thread: `collect`; `submit`, `score`
+    and `abort`; the refit, `sleep` and `wake`; `memory`. Within a kind, the next call comes after the answer to the
+    previous one. `collect` and `memory` are also called while weights change, and during sleep. `submit`, `score` and
+    `abort` are also called while weights change, if the refit is in flight.
 
     **Answers.** The distribution of a token is the softmax of logits divided by the temperature, truncated by `top_k`
     and `top_p` of `EngineSpec`. Greedy requests and requests of purpose "parity" are not truncated. Log-probs of greedy
     tokens are those of temperature 1. An answer ends with one of `EngineSpec.stop_token_ids` or `TurnRequest.stops`,
     keeps this token, and has the finish "stop". Otherwise it ends at `max_new_tokens`, or when prompt and answer have
-    `EngineSpec.max_model_len` tokens, and has the finish "length". An engine that does not support any of these, or
-    `forced_lengths`, raises when it is built.
+    `EngineSpec.max_model_len` tokens, and has the finish "length". An engine that does not support any of these,
+    `forced_lengths`, or `EngineSpec.scores`, raises when it is built.
+
+    **Scores.** The answer to a `ScoreRequest` has the scored tokens, their log-probs, and one version, that of the
+    weights which computed all of them. With `top` or `ids` it has two further columns: `top_ids` [n, k], int32,
+    likeliest first or as given, and `top_log_probs` [n, k], float32. Distributions are the softmax of logits divided by
+    the request's temperature, never truncated. Scores are exact: no value is read from a cache of other weights, or
+    left out because a cache had its token. The finish is "length".
 
     **Order.** Answers come in any order. A request is in flight from `submit` until `collect` returns its answer or
     `abort` returns. Its id may be submitted again afterwards.
@@ -99,6 +105,14 @@ class Engine(ReceivesWeights, Protocol):
         flight; then no request of the call has begun. Raises RuntimeError if the live weights must not be used.
         """
 
+    def score(self, requests: list[ScoreRequest]) -> None:
+        """Begin to score given tokens, and return at once; `collect` returns the answers.
+
+        Called only if `EngineSpec.scores`. Scores depend only on the request and the weights. Raises as `submit` does,
+        and ValueError for a malformed request.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores no tokens")
+
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call; wait at most `patience_s` seconds for the first one.
 
@@ -108,7 +122,7 @@ class Engine(ReceivesWeights, Protocol):
         """
 
     def abort(self, ids: list[RequestId]) -> int:
-        """Stop sampling these requests, and drop their finished answers; return their number of sampled tokens.
+        """Stop these requests, and drop their finished answers; return their number of sampled tokens.
 
         `collect` does not return their answers afterwards. Requests that the engine does not have are ignored.
         """

@@ -1,13 +1,13 @@
 """Requests to an engine, and its answers. Both contain tokens, never text.
 
-A request is one turn of one rollout. Answers are sent between processes as a few large arrays (`PackedCompletions`),
-not as thousands of small ones.
+A request is one turn of one rollout, or given tokens to score. Answers are sent between processes as a few large arrays
+(`PackedCompletions`), not as thousands of small ones.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ Purpose = Literal["train", "validation", "parity"]
 # Number of each purpose's stream of seeds, so that no two purposes share seeds. Resampled groups have another stream.
 _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
 _RESAMPLED = 3
+# Further columns of a scored request: int32 [n, k] token ids, and float32 [n, k] their log-probs.
+TOP_IDS = "top_ids"
+TOP_LOG_PROBS = "top_log_probs"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -92,23 +95,66 @@ class TurnRequest:
     stops: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ScoreRequest:
+    """Given tokens whose log-probs an engine computes; it samples none.
+
+    The log-prob of `tokens[i]` follows from the tokens before it. `start` to the last token are scored: n tokens.
+    """
+
+    id: RequestId
+    tokens: list[int]
+    # Index of the first scored token, at least 1.
+    start: int
+    # int32 [n, k]: token ids whose log-probs are wanted at each scored place; None: none.
+    ids: NDArray[np.int32] | None = None
+    # Number of likeliest tokens wanted at each scored place. 0 if `ids` are given.
+    top: int = 0
+    # Divides the logits; above 0.
+    temperature: float = 1.0
+
+    def check(self, longest: int, vocab: int) -> None:
+        """Raise ValueError if the request is malformed or does not fit. longest: most tokens. vocab: number of ids."""
+        length = len(self.tokens)
+        if not 1 <= self.start < length:
+            raise ValueError(f"request {self.id}: start={self.start} must be from 1 to {length - 1}, the last token")
+        if length > longest:
+            raise ValueError(f"request {self.id} has {length} tokens, the engine's longest sequence is {longest}")
+        if self.temperature <= 0:
+            raise ValueError(f"request {self.id}: temperature={self.temperature} must be above 0")
+        if not 0 <= self.top <= vocab or (self.top and self.ids is not None):
+            raise ValueError(f"request {self.id}: top={self.top} must be from 0 to {vocab}, and 0 with ids")
+        if not 0 <= min(self.tokens) <= max(self.tokens) < vocab:
+            raise ValueError(f"request {self.id} has a token outside the vocabulary of {vocab}")
+        if self.ids is None:
+            return
+        if self.ids.ndim != 2 or len(self.ids) != length - self.start:
+            raise ValueError(f"request {self.id}: ids has shape {self.ids.shape}, not [{length - self.start}, k]")
+        if self.ids.size and not 0 <= self.ids.min() <= self.ids.max() < vocab:
+            raise ValueError(f"request {self.id} has an id outside the vocabulary of {vocab}")
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn of n tokens."""
+    """One sampled turn of n tokens, or the n scored tokens of a `ScoreRequest`."""
 
     # int32 [n], including the stop token.
     tokens: NDArray[np.int32]
-    # float32 [n], log-probs under the distribution that was sampled from (after temperature, top-k, top-p).
+    # float32 [n], log-probs under the distribution that was sampled from (after temperature, top-k, top-p). Of scored
+    # tokens: the column `log_prob`.
     log_probs: NDArray[np.float32]
-    # int32 [n], the weight version that sampled each token.
+    # int32 [n], the weight version that sampled or scored each token.
     versions: NDArray[np.int32]
     finish: Finish
+    # Further columns by name, [n, ...] each.
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def shorten(self, length: int) -> "Completion":
         """Return the first `length` tokens as a turn that ended there; the turn itself if these are all."""
         if length == len(self.tokens):
             return self
-        return Completion(self.tokens[:length], self.log_probs[:length], self.versions[:length], "stop")
+        columns = {name: values[:length] for name, values in self.columns.items()}
+        return Completion(self.tokens[:length], self.log_probs[:length], self.versions[:length], "stop", columns)
 
 
 def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray[np.int32]:
@@ -118,6 +164,17 @@ def token_versions(stretches: Sequence[tuple[int, int]], length: int) -> NDArray
     """
     starts = [min(start, length) for start, _ in stretches] + [length]
     return np.repeat(np.array([version for _, version in stretches], np.int32), np.diff(starts))
+
+
+@dataclass(frozen=True)
+class PackedColumn:
+    """One further column, of the completions that have the column with this shape."""
+
+    name: str
+    # Indices of these completions, ascending.
+    owners: list[int]
+    # [sum of their lengths, ...].
+    values: NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -132,6 +189,7 @@ class PackedCompletions:
     versions: NDArray[np.int32]
     # int8 [completions], index into FINISHES.
     finishes: NDArray[np.int8]
+    further: Sequence[PackedColumn] = ()
 
     @classmethod
     def pack(cls, completions: Sequence[Completion]) -> "PackedCompletions":
@@ -150,13 +208,42 @@ class PackedCompletions:
             log_probs=np.concatenate([row.log_probs for row in rows]),
             versions=np.concatenate([row.versions for row in rows]),
             finishes=np.array([FINISHES.index(completion.finish) for completion in completions], np.int8),
+            further=_pack_columns(completions),
         )
 
     def unpack(self) -> list[Completion]:
         """Return the completions; their arrays are views of the columns."""
         ends = np.cumsum(self.lengths).tolist()
         starts = [0, *ends[:-1]]
+        columns = self._unpack_columns()
         return [
-            Completion(self.tokens[start:end], self.log_probs[start:end], self.versions[start:end], FINISHES[finish])
-            for start, end, finish in zip(starts, ends, self.finishes.tolist())
+            Completion(
+                self.tokens[start:end],
+                self.log_probs[start:end],
+                self.versions[start:end],
+                FINISHES[finish],
+                columns.get(index, {}),
+            )
+            for index, (start, end, finish) in enumerate(zip(starts, ends, self.finishes.tolist()))
         ]
+
+    def _unpack_columns(self) -> dict[int, dict[str, NDArray[Any]]]:
+        """Return the further columns of each completion that has any, by its index."""
+        columns: dict[int, dict[str, NDArray[Any]]] = {}
+        for column in self.further:
+            parts = np.split(column.values, np.cumsum(self.lengths[column.owners])[:-1])
+            for owner, part in zip(column.owners, parts):
+                columns.setdefault(owner, {})[column.name] = part
+        return columns
+
+
+def _pack_columns(completions: Sequence[Completion]) -> list[PackedColumn]:
+    """Return the further columns of completions. Columns of one name with other shapes are apart."""
+    owners: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for index, completion in enumerate(completions):
+        for name, values in completion.columns.items():
+            owners.setdefault((name, values.shape[1:]), []).append(index)
+    return [
+        PackedColumn(name, indices, np.concatenate([completions[index].columns[name] for index in indices]))
+        for (name, _), indices in owners.items()
+    ]

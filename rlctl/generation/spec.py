@@ -78,6 +78,8 @@ class EngineSpec:
     adapters: AdapterSpec | None = None
     # PEFT folder from which A and B are loaded; None if a refit brings them.
     adapter_folder: str | None = None
+    # True if the engine scores given tokens (`Engine.score`).
+    scores: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A complete engine in one file. In each step a transformers model samples one token for every request, on a CPU."""
+"""A complete engine in one file. In each step a transformers model samples or scores for every request, on a CPU."""
 
 import threading
 import time
@@ -13,7 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
-from rlctl.generation.requests import Completion, Finish, PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.requests import (
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    Completion,
+    Finish,
+    PackedCompletions,
+    RequestId,
+    ScoreRequest,
+    TurnRequest,
+)
 from rlctl.generation.spec import EngineKind, EngineSpec
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.protocol import EngineReport, Header, Mode, TransportSpec, Untouched
@@ -58,7 +67,9 @@ class TorchEngine(Engine):
         )
         self._model = model.eval()
         self._turns: dict[RequestId, Turn] = {}
-        self._ended: list[tuple[Turn, Finish]] = []
+        self._to_score: dict[RequestId, ScoreRequest] = {}
+        self._ended: dict[RequestId, Completion] = {}
+        self._scored: dict[RequestId, Completion] = {}
         self._receiver: ChunkReceiver | None = None
         # Lock for all fields above. A decoding step, a change of weights and a call never run at the same time.
         self._changed = threading.Condition()
@@ -66,41 +77,47 @@ class TorchEngine(Engine):
 
     def submit(self, requests: list[TurnRequest]) -> None:
         with self._changed:
-            ids = {turn.request.id for turn, _ in self._ended}
-            ids.update(self._turns)
             for request in requests:
                 if len(request.prompt_tokens) >= self._spec.max_model_len:
                     raise ValueError(f"{request.id}: a prompt of {len(request.prompt_tokens)} tokens does not fit")
-                if request.id in ids:
-                    raise ValueError(f"{request.id} is being sampled already")
-                ids.add(request.id)
+            self._require_new([request.id for request in requests])
             for request in requests:
                 self._turns[request.id] = Turn(request, torch.Generator().manual_seed(request.seed))
             self._changed.notify_all()
 
+    def score(self, requests: list[ScoreRequest]) -> None:
+        with self._changed:
+            for request in requests:
+                request.check(self._spec.max_model_len, self._model.config.vocab_size)
+            self._require_new([request.id for request in requests])
+            self._to_score |= {request.id: request for request in requests}
+            self._changed.notify_all()
+
     def collect(self, patience_s: float) -> FinishedTurns:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended, patience_s)
-            ended = self._ended
-            self._ended = []
+            self._changed.wait_for(lambda: self._ended or self._scored, patience_s)
+            ended = self._ended | self._scored
+            self._ended = {}
+            self._scored = {}
             stats = EngineStats(**{**vars(self._stats), "at": time.monotonic()})
-        completions = [
-            Completion(
-                np.array(turn.tokens, np.int32),
-                np.array(turn.log_probs, np.float32),
-                np.array(turn.versions, np.int32),
-                finish,
-            )
-            for turn, finish in ended
-        ]
-        return FinishedTurns([turn.request.id for turn, _ in ended], PackedCompletions.pack(completions), stats)
+        return FinishedTurns(list(ended), PackedCompletions.pack(list(ended.values())), stats)
 
     def abort(self, ids: list[RequestId]) -> int:
         with self._changed:
-            aborted_turns = [turn for turn, _ in self._ended if turn.request.id in ids]
-            self._ended = [(turn, finish) for turn, finish in self._ended if turn.request.id not in ids]
-            aborted_turns += [self._turns.pop(request_id) for request_id in ids if request_id in self._turns]
-            return sum(len(turn.tokens) for turn in aborted_turns)
+            tokens = 0
+            for request_id in ids:
+                self._to_score.pop(request_id, None)
+                self._scored.pop(request_id, None)
+                sampled = self._turns.pop(request_id, None) or self._ended.pop(request_id, None)
+                tokens += len(sampled.tokens) if sampled else 0
+            return tokens
+
+    def _require_new(self, ids: list[RequestId]) -> None:
+        known = {*self._turns, *self._to_score, *self._ended, *self._scored}
+        for request_id in ids:
+            if request_id in known:
+                raise ValueError(f"{request_id} is in flight already")
+            known.add(request_id)
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
@@ -141,15 +158,37 @@ class TorchEngine(Engine):
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._turns)
+                self._changed.wait_for(lambda: self._turns or self._to_score)
                 begin = time.perf_counter()
                 turns = list(self._turns.values())
                 for turn in turns:
                     self._sample(turn)
+                for request in self._to_score.values():
+                    self._scored[request.id] = self._score_tokens(request)
+                count = len(turns) + len(self._to_score)
+                self._to_score = {}
                 seconds = self._stats.busy + time.perf_counter() - begin
-                self._stats = EngineStats(seconds, 0.0, self._stats.tokens + len(turns), self._stats.steps + 1)
-                if self._ended:
+                self._stats = EngineStats(seconds, 0.0, self._stats.tokens + count, self._stats.steps + 1)
+                if self._ended or self._scored:
                     self._changed.notify_all()
+
+    @torch.no_grad()
+    def _score_tokens(self, request: ScoreRequest) -> Completion:
+        tokens = torch.tensor(request.tokens)
+        logits = self._model(tokens[None]).logits[0, request.start - 1 : -1].float()
+        log_probs = (logits / request.temperature).log_softmax(-1)
+        scored = tokens[request.start :]
+        columns = {}
+        if request.top or request.ids is not None:
+            ids = log_probs.topk(request.top).indices if request.ids is None else torch.from_numpy(request.ids).long()
+            columns = {TOP_IDS: ids.int().numpy(), TOP_LOG_PROBS: log_probs.gather(1, ids).numpy()}
+        return Completion(
+            scored.int().numpy(),
+            log_probs.gather(1, scored[:, None])[:, 0].numpy(),
+            np.full(len(scored), self._version, np.int32),
+            "length",
+            columns,
+        )
 
     @torch.no_grad()
     def _sample(self, turn: Turn) -> None:
@@ -165,7 +204,14 @@ class TorchEngine(Engine):
         turn.versions.append(self._version)
         stops = token in (*spec.stop_token_ids, *request.stops)
         if stops or len(turn.tokens) == request.max_new_tokens or len(tokens) + 1 == spec.max_model_len:
-            self._ended.append((self._turns.pop(request.id), "stop" if stops else "length"))
+            del self._turns[request.id]
+            finish: Finish = "stop" if stops else "length"
+            self._ended[request.id] = Completion(
+                np.array(turn.tokens, np.int32),
+                np.array(turn.log_probs, np.float32),
+                np.array(turn.versions, np.int32),
+                finish,
+            )
 
 
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:

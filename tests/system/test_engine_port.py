@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, ScoreRequest, TurnRequest
 from rlctl.generation.spec import EngineSpec, build_engine, engine_kind
 from rlctl.refit.protocol import Header, Untouched
 from rlctl.refit.refit import EngineEnd, Refit
@@ -66,6 +66,10 @@ class Stage:
         self.submit(requests)
         return collect_all(self.engine, requests)
 
+    def score(self, requests: list[ScoreRequest]) -> list[Completion]:
+        self.engine.start(Engine.score, requests).wait(DEADLINE)
+        return collect_all(self.engine, requests)
+
     def refuses(self, requests: list[TurnRequest]) -> bool:
         """Submit requests and expect an error. Return True if no request runs afterwards."""
         with pytest.raises(WorkerError):
@@ -85,7 +89,7 @@ class Stage:
 def stage(request: pytest.FixtureRequest, ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
     kind, options = ENGINES[request.param]
     folder = make_model(tmp_path / "m", "qwen3", seed=1)
-    spec = replace(spec_for(folder, ROOM), kind=kind, options=options, version=VERSION)
+    spec = replace(spec_for(folder, ROOM), kind=kind, options=options, version=VERSION, scores=True)
     stage = Stage(spec, ray_here, tmp_path / "shm", f"port-{request.param}")
     try:
         stage.engine.built().wait(DEADLINE)
@@ -128,6 +132,17 @@ def test_an_engine_keeps_the_promises_of_the_port(stage: Stage) -> None:
     assert 0 <= tokens <= 4 * 60 and stage.nothing_runs()
     assert all(len(answer.tokens) for answer in stage.sample(running))
 
+    # Given tokens are scored, whatever was sampled or scored before.
+    given = [ScoreRequest(turn(60, index).id, [*PROMPT, *range(2, 50)], 4, top=index * 3) for index in range(3)]
+    given.append(replace(given[0], id=turn(61).id, ids=np.full((48, 2), 7, np.int32), temperature=0.5))
+    for _ in range(2):
+        assert_are_scored(stage, 0, VERSION, given, stage.score(given))
+    with pytest.raises(WorkerError):
+        engine.start(Engine.score, [given[0], replace(given[1], start=0)]).wait(DEADLINE)
+    engine.start(Engine.score, given).wait(DEADLINE)
+    (tokens,) = engine.start(Engine.abort, [request.id for request in given]).wait(DEADLINE)
+    assert tokens == 0 and stage.nothing_runs()
+
     # Weights change while turns run, also to the version that is live.
     sums = engine.start(Engine.checksums).wait(DEADLINE)[0]
     stage.connect()
@@ -149,6 +164,16 @@ def test_an_engine_keeps_the_promises_of_the_port(stage: Stage) -> None:
             assert min(np.abs(log_probs - answer.log_probs).max() for log_probs in ways) < 1e-3
     before = stage.sample(requests)
     assert_are_of_version(stage, version, requests, before)
+
+    # A score is of one version, also if weights change meanwhile.
+    many = [replace(given[index % 4], id=turn(70, index).id) for index in range(40)]
+    engine.start(Engine.score, many).wait(DEADLINE)
+    stage.bring(version + 1)
+    for request, answer in zip(many, collect_all(engine, many), strict=True):
+        (scored_at,) = set(answer.versions.tolist())
+        assert scored_at in (version, version + 1)
+        assert_are_scored(stage, scored_at, scored_at, [request], [answer])
+    stage.bring(version)
 
     # Memory is given back and taken again around a refit.
     stage.bring(version)
@@ -177,6 +202,26 @@ def assert_are_of_version(stage: Stage, version: int, requests: list[TurnRequest
     for request, answer in zip(requests, answers, strict=True):
         assert set(answer.versions.tolist()) == {version}
         assert_is_of_the_distribution(stage.models, version, request, answer)
+
+
+def assert_are_scored(
+    stage: Stage, weights: int, version: int, requests: list[ScoreRequest], answers: list[Completion]
+) -> None:
+    """Compare scores with transformers' model. weights: version of the model; version: the one that answers name."""
+    for request, answer in zip(requests, answers, strict=True):
+        tokens = torch.tensor([request.tokens])
+        with torch.no_grad():
+            logits = stage.models.load(weights)(tokens).logits[0, request.start - 1 : -1]
+        expected = (logits / request.temperature).log_softmax(-1)
+        scored = tokens[0, request.start :]
+        assert answer.tokens.tolist() == scored.tolist() and set(answer.versions.tolist()) == {version}
+        np.testing.assert_allclose(answer.log_probs, expected.gather(1, scored[:, None])[:, 0], atol=1e-4)
+        if not request.top and request.ids is None:
+            assert not answer.columns
+            continue
+        ids = expected.topk(request.top).indices if request.ids is None else torch.from_numpy(request.ids).long()
+        assert np.array_equal(answer.columns["top_ids"], ids)
+        np.testing.assert_allclose(answer.columns["top_log_probs"], expected.gather(1, ids), atol=1e-4)
 
 
 def assert_is_of_the_distribution(models: Models, version: int, request: TurnRequest, answer: Completion) -> None:

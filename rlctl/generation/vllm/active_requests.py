@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
-from rlctl.generation.requests import Completion, RequestId, TurnRequest, token_versions
+from rlctl.generation.requests import Completion, RequestId, ScoreRequest, TurnRequest, token_versions
+from rlctl.generation.vllm.scores import Scores
 
 # `collect` waits for further answers only while at least this many requests per finished answer wait in the engine.
 _WAITING_PER_ANSWER = 2
@@ -72,11 +73,11 @@ class TurnState(Enum):
 class ActiveTurn:
     """One request in an engine."""
 
-    request: TurnRequest
+    request: TurnRequest | ScoreRequest
     # (index of the first token, weight version) of each stretch of tokens that one version sampled.
     stretches: list[tuple[int, int]]
     state: TurnState = TurnState.RUNNING
-    # vLLM's output, once DONE.
+    # vLLM's output, or the scores of given tokens, once DONE.
     output: Any = None
 
     def versions(self, length: int) -> NDArray[np.int32]:
@@ -85,9 +86,21 @@ class ActiveTurn:
 
     def completion(self) -> Completion:
         """Return the answer of a request that is DONE."""
+        if isinstance(self.request, ScoreRequest):
+            return self._scored_tokens(self.request, self.output)
         tokens = np.asarray(self.output.token_ids, np.int32)
         log_probs = np.asarray(self.output.logprobs.logprobs, np.float32)
         return Completion(tokens, log_probs, self.versions(len(tokens)), self.output.finish_reason)
+
+    def num_sampled(self, scheduled: int) -> int:
+        """Return the number of sampled tokens. scheduled: that of vLLM's scheduler, for a request that is RUNNING."""
+        if isinstance(self.request, ScoreRequest):
+            return 0
+        return len(self.output.token_ids) if self.output else scheduled
+
+    def _scored_tokens(self, request: ScoreRequest, scores: Scores) -> Completion:
+        tokens = np.asarray(request.tokens[request.start :], np.int32)
+        return Completion(tokens, scores.log_probs, self.versions(len(tokens)), "length", scores.columns)
 
 
 class ActiveRequests:
@@ -105,7 +118,7 @@ class ActiveRequests:
         # Without the lock, since the engine's thread asks in each step. At worst the engine makes one idle step.
         return len(self._ended) < len(self._turns)
 
-    def add(self, requests: Iterable[TurnRequest], version: int) -> list[str]:
+    def add(self, requests: Iterable[TurnRequest | ScoreRequest], version: int) -> list[str]:
         """Add requests that begin with weight version `version`; return their names.
 
         Raises ValueError, and adds no request, if one is in flight already.
@@ -120,7 +133,11 @@ class ActiveRequests:
             self._turns |= new
         return [*new]
 
-    def restart(self, name: str, version: int) -> TurnRequest:
+    def request(self, name: str) -> TurnRequest | ScoreRequest:
+        """Return a request in flight."""
+        return self._turns[name].request
+
+    def restart(self, name: str, version: int) -> TurnRequest | ScoreRequest:
         """Note that a request begins again from its first token with weight version `version`; return the request."""
         turn = self._turns[name]
         turn.stretches = [(0, version)]
@@ -132,7 +149,7 @@ class ActiveRequests:
             self._turns[name].stretches.append((tokens, version))
 
     def finish(self, name: str, output: Any) -> None:
-        """Mark a request as DONE, with vLLM's output. Its last token was sampled."""
+        """Mark a request as DONE, with vLLM's output, or with its scores. Its last token was sampled or scored."""
         with self._changed:
             turn = self._turns[name]
             turn.state = TurnState.DONE

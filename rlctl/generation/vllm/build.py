@@ -4,13 +4,13 @@ import gc
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import ScoreRequest, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
 from rlctl.generation.vllm.registry_answer import backend_note, refusal
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
-from rlctl.preflight.engines.vllm import VllmOptions
+from rlctl.preflight.engines.vllm import SCORE_BATCH_TOKENS, VllmOptions
 
 # Fields of `EngineSpec` that are passed to vLLM unchanged.
 _FIELDS = (
@@ -57,6 +57,8 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         }
     else:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
+        if spec.scores:
+            extra["max_num_batched_tokens"] = SCORE_BATCH_TOKENS
         if not options.enforce_eager and _hopper():
             if allows_full_graphs(spec.model_path):
                 # By default vLLM runs only decoding steps as whole CUDA graphs: a step in which a prompt begins takes
@@ -191,12 +193,56 @@ def has_begun(request: Any) -> bool:
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
+def scheduled_requests(llm: Any) -> list[tuple[Any, str]]:
+    """Return (request, name) of every request in vLLM's scheduler. name: the one in `ActiveRequests`."""
+    requests = llm.engine_core.engine_core.scheduler.requests
+    states = [(requests.get(name), state) for name, state in llm.output_processor.request_states.items()]
+    return [(request, state.external_req_id) for request, state in states if request is not None]
+
+
+def sampled_tokens(running: list[tuple[Any, str]], *, recomputed: bool) -> list[tuple[str, int]]:
+    """Return (name, number of tokens sampled before this change of weights) of each running request.
+
+    A token that the device is still sampling counts too, since the old weights began it. If keys and values are
+    recomputed, vLLM discards this token, and it does not count.
+    """
+    late = 0 if recomputed else 1
+    return [(name, request.num_output_tokens + late * request.num_output_placeholders) for request, name in running]
+
+
 def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
     """Return vLLM's request for a turn. Raises ValueError for a prompt that does not fit the model."""
     prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
     params = _sampling_params(spec, request)
     if VllmOptions(**spec.options).fast_path:
         refuse_what_is_not_honoured(params)
+    return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
+
+
+def vllm_score_request(llm: Any, spec: EngineSpec, request: ScoreRequest) -> Any:
+    """Return vLLM's request whose prompt's hidden states score a request's tokens. Raises ValueError if the request is
+    malformed or does not fit the model.
+
+    The last token is scored and follows no other token, so the prompt ends before it. vLLM samples one token, which
+    nobody reads.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    request.check(spec.max_model_len, llm.model_config.get_vocab_size())
+    prompt = {"type": "token", "prompt_token_ids": request.tokens[:-1]}
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        ignore_eos=True,
+        # Hidden states of cached tokens are not computed.
+        skip_reading_prefix_cache=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        skip_clone=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
 
 

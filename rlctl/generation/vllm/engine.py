@@ -14,10 +14,20 @@ from enum import Enum
 from typing import Any, Literal
 
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
-from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.requests import PackedCompletions, RequestId, ScoreRequest, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, ordinary_gap, stall
-from rlctl.generation.vllm.build import add_request, build_llm, cached_sequences, has_begun, vllm_request
+from rlctl.generation.vllm.build import (
+    add_request,
+    build_llm,
+    cached_sequences,
+    has_begun,
+    sampled_tokens,
+    scheduled_requests,
+    vllm_request,
+    vllm_score_request,
+)
+from rlctl.generation.vllm.scores import EngineScores
 from rlctl.refit.protocol import (
     EngineReport,
     Header,
@@ -68,6 +78,7 @@ class VllmEngine(Engine):
         self._notes = list[str]()
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
+        self._scores = EngineScores(self._call_workers)
         # Requests that were not passed to vLLM yet.
         self._entering: deque[Any] = deque()
         self._stats = EngineStats()
@@ -86,9 +97,12 @@ class VllmEngine(Engine):
         self._call_on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
-        # vLLM checks the requests on the caller's thread, so that the engine's thread can make steps meanwhile.
-        vllm_requests = self._map_on_caller(lambda request: vllm_request(self._llm, self._spec, request), requests)
-        self._call_on_thread(lambda: self._add_requests(requests, vllm_requests))
+        self._begin_requests(requests)
+
+    def score(self, requests: list[ScoreRequest]) -> None:
+        if not self._spec.scores:
+            raise RuntimeError("this engine was built without EngineSpec.scores")
+        self._begin_requests(requests)
 
     def collect(self, patience_s: float) -> FinishedTurns:
         turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting) + len(self._entering))
@@ -98,14 +112,12 @@ class VllmEngine(Engine):
 
     def abort(self, ids: list[RequestId]) -> int:
         def abort_on_thread() -> int:
-            sampled = {name: request.num_output_tokens for request, name in self._scheduled_requests()}
+            sampled = {name: request.num_output_tokens for request, name in scheduled_requests(self._llm)}
             turns = self._requests.abort(ids)
             self._entering = deque(request for request in self._entering if request.request_id not in turns)
             self._llm.abort_request(list(turns))
-            tokens = 0
-            for name, turn in turns.items():
-                tokens += len(turn.output.token_ids) if turn.output else sampled.get(name, 0)
-            return tokens
+            self._scores.forget(turns)
+            return sum(turn.num_sampled(sampled.get(name, 0)) for name, turn in turns.items())
 
         tokens: int = self._call_on_thread(abort_on_thread)
         return tokens
@@ -205,6 +217,8 @@ class VllmEngine(Engine):
         try:
             self._llm, self._notes = build_llm(self._spec, self._extension)
             self._stats = replace(self._stats, holds=cached_sequences(self._llm))
+            if self._spec.scores:
+                self._scores.open()
         except BaseException as error:
             # Answer every command with this error. `__init__` waits for a first command, and so raises it.
             while True:
@@ -252,19 +266,30 @@ class VllmEngine(Engine):
             len(self._scheduler.running) + len(finished),
             self._scheduler.kv_cache_manager.prefix_cache_stats,
         )
+        scores = self._scores.take(output.request_id for output in finished)
         for output in finished:
-            self._requests.finish(output.request_id, output.outputs[0])
+            self._requests.finish(output.request_id, scores.get(output.request_id) or output.outputs[0])
 
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add_requests(self, requests: list[TurnRequest], vllm_requests: list[Any]) -> None:
-        self._require_sound()
-        if self._dropped:
-            raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
-        self._requests.add(requests, self._version)
-        self._entering.extend(vllm_requests)
+    def _make_vllm_request(self, request: TurnRequest | ScoreRequest) -> Any:
+        if isinstance(request, ScoreRequest):
+            return vllm_score_request(self._llm, self._spec, request)
+        return vllm_request(self._llm, self._spec, request)
+
+    def _begin_requests(self, requests: Sequence[TurnRequest | ScoreRequest]) -> None:
+        def add() -> None:
+            self._require_sound()
+            if self._dropped:
+                raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
+            self._requests.add(requests, self._version)
+            self._entering.extend(vllm_requests)
+
+        # vLLM checks the requests on the caller's thread, so that the engine's thread can make steps meanwhile.
+        vllm_requests = self._map_on_caller(self._make_vllm_request, requests)
+        self._call_on_thread(add)
 
     def _let_requests_enter(self) -> None:
         """Pass requests to vLLM: as many as it has room for, and at least `_ENTER_PER_STEP`."""
@@ -278,12 +303,16 @@ class VllmEngine(Engine):
             raise RuntimeError(f"this engine must not be used: {self._poison_reason}")
 
     def _enter_request(self, request: Any) -> None:
-        """Pass a request to vLLM. request: from `vllm_request`."""
+        """Pass a request to vLLM. request: from `_make_vllm_request`."""
+        name = request.request_id
         if self._spec.reset_prefix_cache:
             # The salt makes cached prefixes of older weights unusable. vLLM's own reset of the prefix cache does
             # nothing while requests run, or restarts all requests.
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
+        own_request = self._requests.request(name)
+        if isinstance(own_request, ScoreRequest):
+            self._scores.add(name, request.request_id, own_request)
 
     def _receive_shadow(self, header: Header) -> list[ReceiveReport]:
         """Receive into shadow parameters while requests continue. Raises Untouched if receiving fails."""
@@ -318,7 +347,8 @@ class VllmEngine(Engine):
         self._version = header.version
         self._dropped = False
         continuing = self._restart_fresh_requests()
-        self._requests.change(self._sampled_tokens(continuing), header.version)
+        counts = sampled_tokens(continuing, recomputed=self._spec.recompute_kv_cache)
+        self._requests.change(counts, header.version)
         self._stats = replace(self._stats, paused=self._stats.paused + seconds)
         return seconds
 
@@ -394,38 +424,25 @@ class VllmEngine(Engine):
         return self._proof_or_error
 
     def _restart_fresh_requests(self) -> list[tuple[Any, str]]:
-        """Pass requests that have not begun to vLLM again, because their salt names the old version. Return (request,
-        name) of the requests that have begun.
+        """Pass requests that have not begun to vLLM again, because their salt names the old version.
 
+        Scored requests begin again too, because one version computes a score. Return (request, name) of the others.
         With `EngineSpec.recompute_kv_cache`, these recompute their keys and values.
         """
-        scheduled = self._scheduled_requests()
-        fresh_names = [name for request, name in scheduled if not has_begun(request)]
+        scheduled = scheduled_requests(self._llm)
+        continuing = [(request, name) for request, name in scheduled if has_begun(request) and name not in self._scores]
+        continuing_names = {name for _, name in continuing}
+        fresh_names = [name for _, name in scheduled if name not in continuing_names]
         if self._spec.recompute_kv_cache:
             self._llm.reset_prefix_cache(reset_running_requests=True)
         if fresh_names:
             self._llm.abort_request(fresh_names)
+            self._scores.forget(fresh_names)
         for name in fresh_names:
-            turn_request = self._requests.restart(name, self._version)
-            self._enter_request(vllm_request(self._llm, self._spec, turn_request))
+            self._enter_request(self._make_vllm_request(self._requests.restart(name, self._version)))
         for request in self._entering:
             self._requests.restart(request.request_id, self._version)
-        return [(request, name) for request, name in scheduled if has_begun(request)]
-
-    def _sampled_tokens(self, running: list[tuple[Any, str]]) -> list[tuple[str, int]]:
-        """Return (name, number of tokens sampled before this change of weights) of each running request.
-
-        A token that the device is still sampling counts too, since the old weights began it. If keys and values are
-        recomputed, vLLM discards this token, and it does not count.
-        """
-        late = 0 if self._spec.recompute_kv_cache else 1
-        return [(name, request.num_output_tokens + late * request.num_output_placeholders) for request, name in running]
-
-    def _scheduled_requests(self) -> list[tuple[Any, str]]:
-        """Return (request, name) of every request in vLLM's scheduler. name: the one in `ActiveRequests`."""
-        requests = self._scheduler.requests
-        states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
-        return [(request, state.external_req_id) for request, state in states if request is not None]
+        return continuing
 
     def _let_steps_pass(self, end: float) -> None:
         """Wait at most 1 s for the first step after `end`, so that `stall` can measure the gap between steps."""

@@ -11,9 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from rlctl.generation.requests import ScoreRequest
 from rlctl.generation.vllm.adapter_loader import find_adapters
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
+from rlctl.generation.vllm.scores import Scores, ScoreTable, watch_steps
 from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
 from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
@@ -63,6 +65,7 @@ class RefitWorker:
     device: torch.device
     _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
+    _rl_scores: ScoreTable
 
     @return_errors
     def rl_room(self) -> int:
@@ -126,6 +129,27 @@ class RefitWorker:
             # vLLM keeps some tensors on the host.
             table.add(lay(tensor.to(self.device)))
         return dict(zip(tensors, table.all().tolist())) if tensors else {}
+
+    @return_errors
+    def rl_open_scores(self) -> None:
+        """Score the prompts of `rl_score` from now on. Raises RuntimeError if the model runner cannot."""
+        self._rl_scores = ScoreTable(self.model_runner.get_model().compute_logits, self.device)
+        watch_steps(self.model_runner, self._rl_scores)
+
+    @return_errors
+    def rl_score(self, name: str, request: ScoreRequest) -> None:
+        """Score the prompt of a request. name: vLLM's own name of the request."""
+        self._rl_scores.add(name, request)
+
+    @return_errors
+    def rl_take_scores(self, names: list[str]) -> list[Scores]:
+        """Remove finished requests; return their scores. Raises RuntimeError if a row was not computed."""
+        return self._rl_scores.take(names)
+
+    @return_errors
+    def rl_forget_scores(self, names: list[str]) -> None:
+        """Remove requests that are no longer scored."""
+        self._rl_scores.forget(names)
 
     def rl_memory(self) -> dict[str, float]:
         """Return the bytes of device memory now and at peak; zeros on CPU."""

@@ -68,3 +68,19 @@ def test_columns_give_every_completion_back_whole(lengths: list[int]) -> None:
         assert completion.finish == unpacked.finish
         for name in ("tokens", "log_probs", "versions"):
             assert getattr(completion, name).tolist() == getattr(unpacked, name).tolist()
+
+
+def test_further_columns_stay_with_their_completions() -> None:
+    widths = (None, 2, 0, 3, 2)
+    rows = []
+    for index, width in enumerate(widths):
+        length = index + 1
+        columns = {} if width is None else {"top_ids": np.full((length, width), index, np.int32)}
+        zeros = np.zeros(length, np.int32)
+        rows.append(Completion(zeros, np.zeros(length, np.float32), zeros, "length", columns))
+    packed = PackedCompletions.pack(rows)
+    for completion, unpacked in zip(rows, packed.unpack(), strict=True):
+        assert completion.columns.keys() == unpacked.columns.keys()
+        for name, values in completion.columns.items():
+            assert np.array_equal(values, unpacked.columns[name]) and values.dtype == unpacked.columns[name].dtype
+    assert rows[4].shorten(2).columns["top_ids"].shape == (2, 2)
