@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders of four architectures, or of any other, for everybody's tests.
+"""Writes tiny random Hugging Face model folders for tests, of four architectures or of any other.
 
 `make_model(tmp_path / "m", "qwen3")` takes a tenth of a second; the folder loads in transformers and vLLM.
 """

@@ -1,4 +1,4 @@
-"""A tool of a model, as a chat template and the parsers of its calls are given it."""
+"""The schema of a tool, as chat templates and parsers of tool calls get it."""
 
 TOOLS = [
     {

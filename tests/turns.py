@@ -12,11 +12,11 @@ def turn(
     seed: int = 0,
     purpose: Purpose = "train",
 ) -> TurnRequest:
-    """Return the request of one rollout of a group; `seed + index` is its seed."""
+    """Return a turn's request for rollout `index` of a group. Its seed is `seed + index`."""
     rollout = RolloutId(purpose, f"t{group}", group, index)
     return TurnRequest(RequestId(rollout), prompt or [1], longest, temperature, seed + index)
 
 
 def turns(group: int, count: int, prompt: list[int], longest: int, seed: int = 0) -> list[TurnRequest]:
-    """Return the requests of all rollouts of a group."""
+    """Return one request for each of the `count` rollouts of a group."""
     return [turn(group, index, prompt, longest, 1.0, seed) for index in range(count)]

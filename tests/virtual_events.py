@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 from rlctl.utils.event_loop import ANSWER_S, CLOSED, WAITS_FOR_ITSELF, EventLoop, no_answer, refusal
 
 Value = TypeVar("Value")
-# Share of its steps in which a wait for the loop lets anything happen besides, where a seed draws.
+# With a seed: share of the steps of a waiting call in which `happen` is called although callbacks are ready.
 _ELSE = 0.05
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """A loop that makes a step when it is told to. now: its time. draw: None is first in, first out."""
+    """asyncio loop that runs a callback only when `step` is called. now: returns the loop's time.
 
-    # As `asyncio.base_events` has them.
+    draw: draws which ready callback runs next; None for first in, first out.
+    """
+
+    # Fields of asyncio's BaseEventLoop.
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
 
@@ -31,7 +34,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._draw = draw
 
     def step(self) -> bool:
-        """Run one callback that is ready; return True if there was one."""
+        """Run one ready callback. Return False if none was ready."""
         moment = self.next_timer()
         while moment is not None and moment <= self._now():
             self._ready.append(heapq.heappop(self._scheduled))
@@ -56,7 +59,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             asyncio._set_running_loop(None)
 
     def next_timer(self) -> float | None:
-        """Return when the next timer is due; None without one."""
+        """Return the time at which the next timer is due; None if there is no timer."""
         while self._scheduled and self._scheduled[0].cancelled():
             heapq.heappop(self._scheduled)
         return self._scheduled[0].when() if self._scheduled else None
@@ -68,14 +71,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Do nothing: `next_timer` drops cancelled timers."""
 
     def _write_to_self(self) -> None:
-        """Wake nobody: there is one thread."""
+        """Do nothing, because the loop has no other thread to wake."""
 
     def __del__(self) -> None:
-        """Say nothing of a loop that is dropped in its midst."""
+        """Print no warning about a loop that is dropped before it is closed."""
 
 
 class VirtualEvents(EventLoop):
-    """`EventLoop` without a thread: a caller that waits makes its steps.
+    """`EventLoop` without a thread: a call that waits runs the loop's steps itself.
 
     happen: called by a wait when no callback is ready; None: the next job is done, or time passes to the next timer.
     draw: draws the callback of each step, and lets anything happen in between.
@@ -87,12 +90,12 @@ class VirtualEvents(EventLoop):
         self.time = 0.0
         self._happen = happen or self.go_on
         self._draw = draw
-        # Functions of `in_thread` that were not called yet, and futures of their values.
+        # (function given to `in_thread`, future of its value), for functions that were not called yet.
         self._jobs: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._adopt(VirtualLoop(lambda: self.time, draw))
 
     def step(self) -> bool:
-        """Run a ready callback, or all without a seed; return True if there was one."""
+        """Run one ready callback or, without a seed, all ready callbacks. Return False if none was ready."""
         stepped = self.loop.step()
         while stepped and not self._draw and self.loop.step():
             pass
@@ -102,7 +105,7 @@ class VirtualEvents(EventLoop):
         return self.loop.call_inside(function)
 
     def run(self, work: Coroutine[Any, Any, Value], deadline_s: float = ANSWER_S) -> Value:
-        """Run a coroutine and return its value; let anything happen while it waits. Raises RuntimeError."""
+        """Run a coroutine and return its value. Call `happen` while it waits. Raises RuntimeError like `EventLoop`."""
         if asyncio._get_running_loop() is not None:
             raise refusal(work, WAITS_FOR_ITSELF)
         if self.loop.is_closed():
@@ -123,7 +126,7 @@ class VirtualEvents(EventLoop):
         return await ended
 
     def work(self) -> bool:
-        """Do the next job of `in_thread`, as a thread does; return True if there was one."""
+        """Call the next function of `in_thread`, as its thread would. Return False if there is none."""
         if not self._jobs:
             return False
         function, ended = self._jobs.popleft()
@@ -145,7 +148,7 @@ class VirtualEvents(EventLoop):
         self.time = max(self.time, moment)
 
     def let_pass(self, seconds: float) -> None:
-        """Let time pass, with all that happens meanwhile."""
+        """Advance virtual time by `seconds`, and run everything that happens in this time."""
         end = self.time + seconds
         while True:
             while self.step() or self.work():

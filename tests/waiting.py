@@ -1,9 +1,9 @@
-"""Waiting for a state, never for a time: a machine's speed is no part of a test."""
+"""Waiting for a condition instead of a fixed time, so that no test depends on the machine's speed."""
 
 import time
 from collections.abc import Callable
 
-# Many times the need of a slow and busy machine: only a failing test waits to the end.
+# Longest wait in seconds, many times what a slow and busy machine needs. Only a failing test waits so long.
 PATIENCE_S = 300.0
 
 

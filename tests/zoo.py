@@ -36,7 +36,7 @@ _GEMMA4 = {
     **_WINDOWS, **_TIED, "global_head_dim": 64, "num_global_key_value_heads": 2, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 5.0,
 }  # fmt: skip
-# vLLM has kernels for this latent and rotary size alone.
+# vLLM has kernels only for these sizes of latents and rotary embeddings.
 _LATENT = {
     "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32, "v_head_dim": 32,
@@ -50,18 +50,18 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_ch
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model and its result."""
+    """A tiny model, and the expected result of `rlctl model check` on it."""
 
     # model_type of config.json, and its keys over COMMON. A value of None there leaves the key out.
     kind: str
     keys: Mapping[str, Any] = field(default_factory=dict)
     # Keys of published config.json files that transformers does not write, and vLLM reads.
     hub: Mapping[str, Any] = field(default_factory=dict)
-    # Mechanisms that it is the suite's example of.
+    # Mechanisms for which this family is the suite's example, such as window or experts.
     shows: tuple[str, ...] = ()
-    # Factor of its matrices, so that log-probs are far from uniform.
+    # Factor on the random matrices, so that log-probs are far from uniform.
     scale: float = 4.0
-    # Words of its refusal on a CPU, a pattern; empty if it trains.
+    # Pattern of the message with which the family is refused on a CPU; empty if it trains.
     refused: str = ""
 
 

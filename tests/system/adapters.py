@@ -1,4 +1,4 @@
-"""Adapters of tiny models: a source that sends those of any version, and the trainer's log-probs by transformers."""
+"""Adapters of tiny models: a source that sends adapters of any version, and log-probs by a model of transformers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,18 +32,18 @@ def adapter_spec(folder: Path, rank: int = RANK, target_modules: Any = "all") ->
 
 
 def adapters_of(spec: AdapterSpec, version: int) -> dict[str, Tensor]:
-    """Return A and B of a version: B is 0 in version 0, and every tensor moves with each version."""
+    """Return the A and B matrices of a version. B is 0 in version 0. Each version changes every tensor."""
     values_by_name = {}
     for number, tensor in enumerate(spec.tensors):
         random = torch.Generator().manual_seed(1000 * version + number)
         values = torch.randn(tensor.shape, generator=random) / tensor.shape[1] ** 0.5
-        # B is as after many updates: the adapters' product is a tenth of a weight's, or so.
+        # B is as large as after many updates: the product of A and B is about a tenth of a weight.
         values_by_name[tensor.name] = values if tensor.is_a else 0.1 * min(version, 1) * values
     return values_by_name
 
 
 class AdapterSource(SendsWeights):
-    """Sends the adapters of any version that is asked for, as a trainer rank would send its own."""
+    """Stand-in for a trainer rank: sends the adapters of any requested version."""
 
     def __init__(self, spec: AdapterSpec, dtype: str = "float32") -> None:
         self._spec = spec
@@ -78,7 +78,7 @@ def start_adapted(
 
 @contextmanager
 def apply_adapters(model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have transformers' model compute with the adapters, in a trainer's order."""
+    """Let a transformers model compute with the adapters, in the same order of operations as the trainer."""
     handles = []
     for target in spec.targets:
         lora_a = tensors[f"{target.name}.lora_A.weight"]

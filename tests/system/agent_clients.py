@@ -1,4 +1,4 @@
-"""Agents that tests play besides those of recipes/agents: each another client, unmodified."""
+"""Agents for tests, besides those of recipes/agents. Each uses another unmodified client library."""
 
 import importlib
 import os
@@ -8,10 +8,10 @@ from functools import cache
 from rlctl.config.builtin import RECIPES
 
 sys.path.insert(0, str(RECIPES / "agents"))
-# Otherwise litellm asks the network for prices.
+# Without this variable litellm downloads a table of prices.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 os.environ.setdefault("MSWEA_SILENT_STARTUP", "1")
-# It asks again ten times after a 400, for four minutes.
+# Without this variable mini-swe-agent repeats a request ten times after a status 400, for four minutes.
 os.environ.setdefault("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "1")
 
 
@@ -43,7 +43,7 @@ async def openai_async(task, base_url, api_key):  # type: ignore[no-untyped-def]
 
 
 def stopping(task, base_url, api_key):  # type: ignore[no-untyped-def]
-    """Ask with a stop that is one token of the tiny model's."""
+    """Request a turn with a stop text that is one token of the tiny model."""
     from calculator import CLIENT, TOOLS
     from problems import Problems
 

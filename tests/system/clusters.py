@@ -1,4 +1,4 @@
-"""The real command on separate clusters: state, processes and folders that a test can look through."""
+"""Runs `rlctl cluster` for a test, with separate state, processes and folders that the test can inspect."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import psutil
 
 
 class Clusters:
-    """`rlctl cluster` with its state in a folder of the test's. prefix: in front of every command."""
+    """Runs `rlctl cluster` with its state in the test's folder. prefix: words in front of every command."""
 
     def __init__(self, home: Path, prefix: tuple[str, ...] = (), **environment: str) -> None:
         self.home = home
@@ -55,7 +55,7 @@ class Clusters:
         return subprocess.Popen(command, text=True, env={**self.environment, **exported, **environment}, **pipes)  # type: ignore
 
     def clean(self) -> None:
-        """End leftovers of a failed test."""
+        """End the clusters that a failed test left running."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ class Clusters:
 
 
 def processes_of(folders: list[str]) -> list[int]:
-    """Return the pids with one of the folders on their command line."""
+    """Return the ids of processes that have one of the folders on their command line."""
     pids = []
     for process in psutil.process_iter():
         try:
@@ -78,7 +78,7 @@ def processes_of(folders: list[str]) -> list[int]:
 
 
 def gone(folders: list[str], within_s: float = 120) -> bool:
-    """Return True if the folders and all of their processes are gone within that time."""
+    """Return True if the folders and their processes are gone within `within_s` seconds."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if not processes_of(folders) and not any(map(os.path.exists, folders)):

@@ -1,4 +1,4 @@
-"""Weights that change with every version."""
+"""Source of weights that change with every version, for tests of refits."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.system.engines import FolderSource
 
 
 def drift_weights(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]:
-    """Return the weights of a version: those of version 0, moved by a step that this version seeds."""
+    """Return the weights of a version: the weights of version 0 plus a random step, seeded by the version."""
     random = torch.Generator().manual_seed(version)
     scale = 0.05 if version > 0 else 0.0
     steps = {name: torch.randn(tensor.shape, generator=random) for name, tensor in tensors.items()}
@@ -18,7 +18,7 @@ def drift_weights(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]
 
 
 class DriftingSource(FolderSource):
-    """Sends the weights of any version that is asked for."""
+    """Stand-in for a trainer rank: sends the weights of any requested version."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""Workers of vLLM that count or fail. Engines alone import this file, by its name: it imports vLLM, 8 s of CPU."""
+"""vLLM workers that count or fail. Only engines import this module, by name, since vLLM's import takes 8 s of CPU."""
 
 from typing import Any
 
@@ -9,24 +9,24 @@ from rlctl.refit.protocol import Header
 
 
 class CountingWorker(RefitWorker):
-    """Keeps, at every change of weights, the length of each running rollout as vLLM's own model runner has it."""
+    """Records at every change of weights the length of each running rollout, as vLLM's model runner has it."""
 
     model_runner: Any
     _counts: list[dict[str, int]] | None = None
 
     def rl_commit(self, header: Header) -> None:
-        """Note the length of each running rollout, then make the weights live."""
+        """Record the length of each running rollout, then make the new weights live."""
         running = self.model_runner.requests.items()
         self._counts = [*(self._counts or []), {name.rsplit("-", 1)[0]: len(r.output_token_ids) for name, r in running}]
         return super().rl_commit(header)
 
     def rl_counts(self) -> list[dict[str, int]]:
-        """One mapping a commit."""
+        """Return the recorded lengths: for each commit, request -> length."""
         return self._counts or []
 
 
 class ForgettingWorker(RefitWorker):
-    """Loses its weights and its keys and values when it is told to, as a GPU's does that sleeps without a copy."""
+    """Loses its weights and its KV cache on request, like a worker on a GPU that sleeps without a copy."""
 
     def rl_forget(self) -> None:
         for parameter in self.model_runner.get_model().parameters():
@@ -36,13 +36,13 @@ class ForgettingWorker(RefitWorker):
 
 
 class FaultyWorker(RefitWorker):
-    """Delivers nothing, or adds its adapters a second time, when it is told to."""
+    """On request, skips a refit of adapters or installs adapters a second time."""
 
     _lazy = False
     _proof: Any = None
 
     def rl_be_lazy(self) -> None:
-        """Go on with the adapters and the proof of the version before."""
+        """Keep the adapters of the version before, and report their proof, at the next refit."""
         self._lazy = True
 
     def rl_commit(self, header: Header) -> Any:
@@ -55,7 +55,7 @@ class FaultyWorker(RefitWorker):
 
     @return_errors
     def rl_adapt_again(self) -> None:
-        """Install the adapters once more: each would count twice."""
+        """Install the adapters a second time, so that each is added twice."""
         model = self.model_runner.get_model()
         adapters = find_adapters(model)
         assert adapters

@@ -1,4 +1,4 @@
-"""Real engines on tiny models, and a source of weights that stands in for a trainer rank: a Hugging Face folder."""
+"""Real engines on tiny models, and a stand-in for a trainer rank that sends the weights of a Hugging Face folder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class MakeSource:
 
 
 class FolderSource(SendsWeights):
-    """Sends the tensors of a Hugging Face folder, as a trainer rank would send its own."""
+    """Stand-in for a trainer rank: sends the tensors of a Hugging Face folder."""
 
     def __init__(self, folder: Path) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""A worker of vLLM on a CPU with A below its layer's weight, as on a GPU: importing this module makes it so."""
+"""vLLM worker on a CPU that stores A below its layer's weight, as on a GPU. Importing this module switches it on."""
 
 from rlctl.generation.vllm import adapter_loader
 from rlctl.generation.vllm.worker_extension import RefitWorker
@@ -7,7 +7,7 @@ adapter_loader.folded_on.add("cpu")
 
 
 class FoldingWorker(RefitWorker):
-    """Says by which methods its adapted layers compute."""
+    """Worker that reports the methods by which its adapted layers compute."""
 
     def rl_methods(self) -> list[str]:
         modules = self.model_runner.get_model().modules()

@@ -1,4 +1,4 @@
-"""Engines with shortened steps and without; vLLM's schedulers driven without a model, by the numbers of a seed."""
+"""Compares engines with and without shortened steps, and vLLM's schedulers driven without a model by a seed."""
 
 import random
 from collections import Counter, deque
@@ -28,10 +28,10 @@ ROLLOUTS = 48
 
 
 class WatchedEngine(VllmEngine):
-    """Lends its config to schedulers without a model, and tells the state of a cache."""
+    """Engine that builds schedulers without a model from its config, and reports the state of its cache."""
 
     def blocks(self) -> dict[str, int]:
-        """Count the cache's free blocks, the blocks that other requests can find, and the tokens found."""
+        """Return the numbers of free blocks, of blocks that other requests can find, and of tokens found so far."""
 
         def count() -> dict[str, int]:
             stats = self._scheduler.kv_cache_manager.prefix_cache_stats
@@ -77,15 +77,17 @@ def check_conversations(engines: list[Worker], give_up: bool) -> None:
         assert np.array_equal(shortened_answer.log_probs, plain_answer.log_probs)
     (shortened_blocks,) = shortened_engine.start(WatchedEngine.blocks).wait(DEADLINE)
     (plain_blocks,) = plain_engine.start(WatchedEngine.blocks).wait(DEADLINE)
-    # Requests that are given up have made as many steps as time allowed, and leave as many blocks to be found.
+    # Aborted requests made as many steps as time allowed, and left as many blocks: compare only free blocks.
     equal_counts = ("free",) if give_up else tuple(plain_blocks)
     assert [shortened_blocks[name] for name in equal_counts] == [plain_blocks[name] for name in equal_counts]
     assert plain_blocks["found"] > 500
 
 
 def check_schedules(engines: list[Worker], ahead: bool) -> None:
-    """Check that schedulers with shortened steps and without tell the device the same, step by step. ahead: each step
-    is scheduled before the last one's tokens are known."""
+    """Check that schedulers with and without shortened steps give the device equal orders in each step.
+
+    ahead: True if each step is scheduled before the tokens of the last step are known.
+    """
     for seed in range(3):
         (shortened,) = engines[0].start(WatchedEngine.replay, ahead, True, seed).wait(DEADLINE)
         (plain,) = engines[0].start(WatchedEngine.replay, ahead, False, seed).wait(DEADLINE)
@@ -122,14 +124,14 @@ def converse(engine: Worker, give_up: bool) -> list[Completion]:
         answers += finished.values()
         for rollout, request in enumerate(requests):
             answer_tokens = finished[request.id].tokens.tolist() if request.id in finished else []
-            # Some histories are rewritten, in the middle or from the first token on.
+            # Some later turns rewrite the history, in the middle or from the first token on.
             first_token = {1: 1, 2: len(prompts[rollout]) // 2}.get(rollout % 12, 0)
             prompts[rollout] = prompts[rollout][first_token:] + answer_tokens + [3 + rollout]
     return answers
 
 
 def orders_of(scheduled: Any) -> tuple[Any, ...]:
-    """Return a step's orders to the device, in sequence."""
+    """Return the orders of one step to the device, such as requests, new tokens and blocks, as a tuple to compare."""
     cached = scheduled.scheduled_cached_reqs
     assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
     return (
@@ -165,9 +167,9 @@ class Replay:
             self._scheduler.max_num_scheduled_tokens = 64
             self._scheduler.scheduler_config = copy(self._scheduler.scheduler_config)
             self._scheduler.scheduler_config.enable_chunked_prefill = True
-        # Not even the requests that run fit into some steps.
+        # With seed 2 some steps have too few tokens even for the running requests.
         self._narrow = seed == 2
-        # Steps that are scheduled before the oldest is sampled.
+        # Number of steps that are scheduled before the oldest of these steps is sampled.
         self._depth = 2 if ahead else 1
         self._random = random.Random(seed)
         self._sampled = Counter[str]()
@@ -175,7 +177,7 @@ class Replay:
         self._num_requests = 0
         self.steps: list[Any] = []
         self.preemptions = 0
-        # Work left to vLLM: calls for slots, continued requests, and tokens.
+        # Work that shortened steps leave to vLLM: calls that allocate slots, continued requests, and tokens.
         self._slot_calls = 0
         self._continued_requests = 0
         self._appended_tokens = 0
@@ -249,7 +251,7 @@ class Replay:
             self._scheduler.add_request(request)
         running = [request.request_id for request in self._scheduler.running]
         if self._random.random() < 0.01:
-            # A change of weights that recomputes running requests does the same; tokens may be in flight.
+            # Reset the cache as a change of weights that recomputes running requests does. Tokens may be in flight.
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
         if running and self._random.random() < 0.05:
             name = self._random.choice(running)
@@ -257,7 +259,7 @@ class Replay:
             self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def _sample(self, scheduled: Any) -> Any:
-        """Return a token of each request. It depends on the request and the token's index alone."""
+        """Return a token for each request, which depends only on the request and on the token's index."""
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
         names = sorted(scheduled.num_scheduled_tokens, reverse=True)
@@ -280,7 +282,7 @@ class Replay:
 
 
 def block_hasher(scheduler: Any) -> Any:
-    """Return the function that names the full blocks of a request."""
+    """Return the function that computes the hashes of a request's full blocks."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 

@@ -40,7 +40,7 @@ PARTITION = "PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 DefMemPerN
 
 
 class SlurmLab:
-    """Nodes n1, n2, ...; commands that are to meet this Slurm have `environment`."""
+    """Slurm with nodes n1, n2, ... Commands that get the variables in `environment` use this Slurm."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class SlurmLab:
 
     def start(self) -> None:
         """Start all daemons, and wait until every node is idle. Raises AssertionError with their output."""
-        # munge refuses a key or a socket that others could replace.
+        # munge refuses a key or a socket in a folder that other users can write.
         self.folder.mkdir(mode=0o755)
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -118,7 +118,7 @@ _MUNGE_FILES = (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("
 
 
 def why_not() -> str:
-    """Return the reason for which this machine can have no Slurm; empty if it can."""
+    """Return the reason why Slurm cannot run on this machine; empty if it can."""
     programs = ("munged", "slurmctld", "slurmd", "sbatch")
     missing = [name for name in programs if not shutil.which(name) and not Path(f"/usr/sbin/{name}").exists()]
     if missing:
@@ -127,7 +127,7 @@ def why_not() -> str:
 
 
 def _find_free_ports(count: int) -> list[int]:
-    """Find all ports at once, so that none is found twice."""
+    """Return `count` different free ports. All are reserved at once, so that none occurs twice."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:

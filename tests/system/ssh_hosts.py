@@ -86,15 +86,15 @@ class SshHosts:
                 time.sleep(0.2)
 
     def inside(self, index: int) -> list[str]:
-        """Return the words in front of a command that is to run on a host."""
+        """Return the words to put in front of a command, so that it runs on host `index`."""
         return ["ip", "netns", "exec", self._spaces[index]]
 
     def cable(self, index: int) -> str:
-        """Return this machine's end of a host's cable."""
+        """Return the name of this machine's network interface to host `index`."""
         return f"{self._bridge}v{index}"
 
     def plug(self, index: int, state: str) -> None:
-        """Set the state of a host's cable: `down` cuts it."""
+        """Set the state, up or down, of the network interface to host `index`. `down` cuts the host off."""
         _run("ip", "link", "set", self.cable(index), state)
 
     def stop(self) -> None:
@@ -109,7 +109,7 @@ class SshHosts:
 
 @contextmanager
 def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
-    """Yield hosts that answer, for the time of the block. Skip the test where there can be none."""
+    """Yield `count` hosts that answer ssh within the block. Skip the test on a machine that cannot have such hosts."""
     if reason := why_not():
         pytest.skip(reason)
     hosts = SshHosts(folder, count)
@@ -125,7 +125,7 @@ def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
 
 
 def why_not() -> str:
-    """Return the reason for which this machine can have no such hosts; empty if it can."""
+    """Return the reason why this machine cannot have such hosts; empty if it can."""
     missing = [name for name in ("ip", "ssh", "ssh-keygen") if not shutil.which(name)]
     if not shutil.which("sshd") and not Path("/usr/sbin/sshd").exists():
         missing.append("sshd (apt-get install openssh-server)")

@@ -73,7 +73,7 @@ def call_methods(address: str, port: int) -> dict[str, str]:
 
 
 def browse_pages(address: str, port: int) -> dict[str, str]:
-    """Return the status of web pages, where something speaks HTTP."""
+    """Return path -> HTTP status of some web pages of a port; empty if the port does not speak HTTP."""
     statuses = {}
     for page in ("/", "/metrics", "/api/version", "/api/jobs/", "/logs"):
         try:
@@ -87,7 +87,7 @@ def browse_pages(address: str, port: int) -> dict[str, str]:
 
 
 def try_wrong_token(address: str, token: Path) -> dict[str, Any]:
-    """Return the error of Ray's client of the head, and its seconds."""
+    """Connect Ray's client to the head with a wrong token. Return its error, and the seconds until then."""
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Shared parts of the trainer tests: a loss, sequences, a trainer in this process, plain loops to compare with."""
+"""Helpers of all trainer tests: a loss, sequences, a trainer in this process, and plain loops to compare with."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,13 +70,13 @@ class WeightedLoss:
 
 
 def whole_rollout_loss() -> PolicyLoss:
-    """Make GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
+    """Return GSPO, which needs all rows of a rollout together, with bounds wide enough for made-up log-probs."""
     run = load("grpo", None, ["grpo.loss={name: gspo, proximal: rollout, clip_low: 0.9, clip_high: 9}"]).settled
     return make_loss(run)
 
 
 def rollouts_of(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """Make rollouts of the sequences, every other one of two rows, with log-probs of a generator."""
+    """Return the sequences as rollouts with made-up log-probs of a generator. Every other rollout has two rows."""
     rng = np.random.default_rng(len(samples))
     rows = []
     for index, sequence in enumerate(samples):
@@ -89,7 +89,7 @@ def rollouts_of(samples: list[TrainingSample]) -> list[TrainingSample]:
 def train_rollouts(
     trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
-    """Make one update of `whole_rollout_loss`."""
+    """Make one update with `whole_rollout_loss`."""
     rows = rollouts_of(samples)
     index = rollout_index([row.rollout for row in rows])
     plan = plan_whole_rollouts([len(row) for row in rows], index, world, max_tokens)
@@ -100,7 +100,7 @@ def train_rollouts(
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:
-    """Make sequences of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
+    """Return random sequences of 2 to 20 tokens, whose first few tokens are not trained. None has the pad token 0."""
     rng = np.random.default_rng(seed)
     samples = []
     for length in rng.integers(2, 21, count):
@@ -116,7 +116,7 @@ def totals(samples: list[TrainingSample]) -> Totals:
 
 
 def share(samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
-    """Deal the sequences out over ranks, and return one rank's micro-batches."""
+    """Distribute the sequences over `world` ranks. Return the micro-batches of rank `rank`."""
     plan = plan_micro_batches([len(sequence) for sequence in samples], world, max_tokens)
     return [[samples[row] for row in batch] for batch in plan[rank]]
 
@@ -134,7 +134,7 @@ def tensors_of(log_probs: Iterable[Iterable[NDArray[np.float32]]]) -> list[Tenso
 def train_in_parts(
     trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
-    """Make one update in three parts, the last empty; between them engines may ask for the weights."""
+    """Make one update in three parts, of which the last is empty. Between parts a refit may read the weights."""
     loss = WeightedLoss()
     for part in (samples[:2], samples[2:]):
         trainer.accumulate(share(part, max_tokens, rank, world), loss)
@@ -146,8 +146,9 @@ def train_in_parts(
 def attempt_nan_updates(
     trainer: Any, samples: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, Any]:
-    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts. Return
-    the errors of the updates, and the weights before and after.
+    """Try an update in one part and one in several, with a NaN in the generator's log-probs. The gradient stays finite.
+
+    Return the errors of the updates, and the weights before and after.
     """
     loss = make_loss(load("grpo", None, []).settled)
     poisoned = []
@@ -211,14 +212,17 @@ def open_trainer(
 
 
 def adapters_of(model: Path, rank: int = 4, dropout: float = 0.0, targets: str | list[str] = "all") -> AdapterSpec:
-    """Choose the adapters of a model, scaled by 2."""
+    """Return the spec of adapters for a model, with scale 2."""
     chosen, problems = choose_targets(load_facts(model).sizes.linears, targets)
     assert not problems
     return AdapterSpec(rank, alpha=2.0 * rank, rslora=False, dropout=dropout, targets=chosen)
 
 
 def assert_compiled_trains_alike(model: Path, folder: Path, samples: list[TrainingSample], **options: Any) -> None:
-    """Train compiled and not: micro-batches of many shapes, as a run has them, passes without a gradient between."""
+    """Assert that training is equal with and without compilation, on micro-batches of many shapes as in a run.
+
+    Between updates there are passes without gradient.
+    """
     log_probs: list[list[NDArray[np.float32]]] = []
     metrics = []
     exported = []
@@ -246,7 +250,7 @@ def weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def plain_log_probs(lm: Any, sequence: TrainingSample) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies [T - 1] of tokens 1.. of one sequence, from transformers' own logits."""
+    """Return log-probs and entropies [T - 1] of all tokens but the first of a sequence, from transformers' logits."""
     tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
     log_p = (lm(tokens[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
     return log_p.gather(1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -277,6 +281,6 @@ def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> 
 
 
 def assert_refused(results: dict[str, Any]) -> None:
-    """Assert that both NaN updates were refused for their loss alone, and no bit of the weights changed."""
+    """Assert that both updates of `attempt_nan_updates` were refused only for the loss, and changed no weight."""
     assert results["errors"] == ["the loss is nan; the weights were left as they were"] * 2
     assert_close(results["after"], results["before"], atol=0)

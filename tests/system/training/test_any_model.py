@@ -1,4 +1,4 @@
-"""A model that no table names trains by its derived facts: log-probs, update, shards and export, buffers included."""
+"""A model that rlctl does not know by name trains by its derived facts: log-probs, update, shards, export, buffers."""
 
 import inspect
 import shutil
@@ -117,7 +117,7 @@ def rewrite_folder(source: Path, folder: Path, change: Callable[[str, torch.Tens
 
 
 def test_a_parameter_that_transformers_keeps_in_float32_is_computed_in_it(tmp_path: Path) -> None:
-    """Gates change by less than bfloat16 has digits for: only float32 sees the difference."""
+    """The gates differ by less than bfloat16 can represent, so that only a float32 computation shows the difference."""
 
     def scale_gates(factor: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
         return lambda name, tensor: tensor.bfloat16().float() * factor if name.endswith("gate.weight") else tensor

@@ -1,4 +1,4 @@
-"""A trainer's pass in float32 of rounded weights, and the judgement of a gap by the rounding that it measures."""
+"""A trainer's float32 pass with rounded weights, and the judgement of a gap by the rounding that this pass measures."""
 
 import shutil
 from dataclasses import replace
@@ -32,7 +32,7 @@ DATA = sequences()
 
 
 def round_weights(folder: Path) -> Path:
-    """Round a model's weights, or an adapter's, to bfloat16; they stay in float32."""
+    """Round the weights of a model or adapter to bfloat16 values, stored as float32."""
     for file in folder.glob("*.safetensors"):
         tensors = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})
@@ -91,7 +91,7 @@ def compute_eagerly(
 
 
 def test_two_right_sides_of_a_deep_model_agree_and_a_wrong_one_does_not(tmp_path: Path) -> None:
-    """Kernels that round elsewhere are beyond the field's bound; so is a rotary embedding of another base."""
+    """Rounding of other kernels exceeds the usual bound, and so does a rotary embedding with another base."""
     model = round_weights(make_model(tmp_path / "m", "qwen3", layers=24, hidden=64, head_dim=16, scale=12.0))
     samples = [replace(sample, mask=np.arange(len(sample)) > 0) for sample in sequences(40)]
     with open_trainer(model, tmp_path, dtype="bfloat16", micro_batch_tokens=1024) as trainer:

@@ -176,7 +176,7 @@ def test_packing_order_and_empty_micro_batches_change_nothing(
 
 
 def test_a_warm_up_changes_no_bit(models: dict[Kind, Path], tmp_path: Path) -> None:
-    """Before the first update and, as after a resume, before a later one."""
+    """Warm up before the first update and before a later one, as after a resume."""
     # By whether the trainer is warmed up: weights and metrics, weights and metrics, weights.
     records: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     saved: dict[bool, list[dict[str, bytes]]] = {False: [], True: []}
@@ -220,7 +220,7 @@ def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path
 def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
     models: dict[Kind, Path], tmp_path: Path
 ) -> None:
-    """A second compilation cost a step of a run 10 s, for either reason."""
+    """For either reason a second compilation once cost a step of a run 10 s."""
 
     def count_new_graphs(micro_batches: list[MicroBatch]) -> int:
         counts = totals(rows_of(micro_batches))
@@ -313,7 +313,7 @@ def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Ki
 
 
 def test_a_pad_token_inside_a_sequence_trains_like_any_other(tmp_path: Path) -> None:
-    """torch withholds the input gradient of an embedding's padding index, and pad is often the end token."""
+    """torch gives the row of an embedding's padding index no gradient, and the pad token is often the end token."""
     model = make_model(tmp_path / "model", "llama")
     tokens = np.where(np.arange(len(DATA[0])) % 2, DATA[0].tokens, PAD).astype(np.int32)
     samples = [replace(DATA[0], tokens=tokens)]
@@ -339,7 +339,7 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
     ("backend", "family"), [("fsdp", "gpt_oss"), ("fsdp", "cohere"), ("megatron", "qwen2"), ("megatron", "qwen3_moe")]
 )
 def test_decay_reaches_matrices_that_are_neither_norms_nor_biases(backend: str, family: str, tmp_path: Path) -> None:
-    """Decay is apart from the gradient: decay changes a step by lr * weight_decay of the weights.
+    """Measure decay apart from the gradient: a step changes decayed weights by lr * weight_decay of their values.
 
     Experts of gpt_oss have matrices of biases, queries and keys of cohere have matrices of norms. Megatron itself
     applies its factors only through its own scheduler.

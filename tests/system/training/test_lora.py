@@ -1,4 +1,4 @@
-"""Low-rank adapters of the FSDP trainer: equal to PEFT's, the base untouched, saved, resumed, exported."""
+"""LoRA in the FSDP trainer equals PEFT, leaves the base weights unchanged, and is saved, resumed and exported."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ UPDATES = 5
 
 
 def peft_model(model: Path, spec: AdapterSpec, first: dict[str, torch.Tensor]) -> Any:
-    """Build PEFT's model with the same adapters. first: their values by rlctl's names."""
+    """Build PEFT's model with the adapters of `spec`. first: initial values by rlctl's names."""
     peft = pytest.importorskip("peft", reason="PEFT is in the dev extra")
     from transformers import AutoModelForCausalLM
 
@@ -258,7 +258,7 @@ def test_a_layer_that_reads_its_weight_past_the_adapter_is_named(model: Path, tm
 
 
 def test_the_first_step_that_needs_attention_must_move_every_adapter(tmp_path: Path) -> None:
-    """The loss of a row's second token does not depend on queries and keys: one token has all weight."""
+    """The second token of a row attends to one token only, so its loss does not depend on queries and keys."""
     model = make_family(tmp_path / "model", "gemma2")
     second_tokens = [replace(sample, mask=np.arange(len(sample)) == 1) for sample in DATA]
     with open_trainer(model, tmp_path, adapters=adapters_of(model)) as trainer:

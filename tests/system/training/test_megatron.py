@@ -78,7 +78,7 @@ COMPILED: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
 
 
 def train_on_two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
-    """Be one rank of every layout, and write the rank's results."""
+    """Train as one of two ranks in every layout, and write the rank's results."""
     layouts = LAYOUTS if device == "cpu" else LAYOUTS | COMPILED
     for name, (kind, section, options, shards) in layouts.items():
         layout_folder = folder / name
@@ -117,7 +117,7 @@ ROUNDED: dict[str, tuple[str, MegatronSection, dict[str, Any]]] = {
 
 
 def make_deep_model(folder: Path) -> None:
-    """Write weights as transformers draws them, in bfloat16: half of the error comes of adding to the residual."""
+    """Write a deep bfloat16 model with transformers' random weights, half of whose error comes from the residual."""
     from transformers import AutoModelForCausalLM
 
     make_model(folder, "qwen3", layers=24, hidden=64, head_dim=16, scale=1.0)
@@ -127,7 +127,7 @@ def make_deep_model(folder: Path) -> None:
 def train_with_residual(
     model: Path, folder: Path, is_float32: bool, rank: int = 0, world: int = 1, **options: Any
 ) -> dict[str, list[Any]]:
-    """Return log-probs and an update of a trainer whose residual is float32, or of the compute dtype."""
+    """Return log-probs and the results of an update, with a residual in float32 or in the compute dtype."""
     section = replace(options.pop("megatron", MEGATRON), fp32_residual_connection=is_float32)
     settings = {"backend": "megatron", "num_ranks": world, "megatron": section, **options}
     with open_trainer(model, folder, rank, world, **settings) as trainer:
@@ -136,7 +136,7 @@ def train_with_residual(
 
 
 def train_all_on_two_ranks(rank: int, folder: Path) -> None:
-    """Be one rank of LAYOUTS and ROUNDED."""
+    """Train as one of two ranks in all LAYOUTS and ROUNDED, and write the rank's results."""
     train_on_two_ranks(rank, folder)
     for name, (model, section, options) in ROUNDED.items():
         for is_float32 in (False, True):
@@ -148,7 +148,7 @@ def train_all_on_two_ranks(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on two ranks once, however many processes run these tests."""
+    """Train on two ranks, only once for all processes that run these tests. Return the folder of the results."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -266,7 +266,7 @@ def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, fsd
 
 
 def assert_decay_by_name(trainer: Any) -> None:
-    """Check the parameter groups of a Megatron model: norms and biases have no decay, all else has the whole."""
+    """Check Megatron's parameter groups: norms and biases have no decay, all other parameters have full decay."""
     optimizer = trainer._optimizer
     decays = {}
     for group in optimizer._chained.param_groups:
@@ -278,7 +278,7 @@ def assert_decay_by_name(trainer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def one_rank_results(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
-    """Return the results of the deep model, by its dtype and by whether the residual is float32."""
+    """Return the results of the deep model by (dtype, True if the residual is float32)."""
     folder = tmp_path_factory.mktemp("deep")
     results = {}
     for dtype in ("float32", "bfloat16"):
@@ -327,7 +327,7 @@ def test_two_ranks_train_with_a_float32_residual(
 
 
 def train_on_three_ranks(rank: int, folder: Path) -> None:
-    """Be one of three data-parallel ranks, among which a layer's experts are shared out for writing."""
+    """Train as one of three data-parallel ranks, which share the writing of a layer's experts."""
     with open_trainer(folder / "model", folder, rank, 3, backend="megatron", num_ranks=3) as trainer:
         metrics = trainer.train(share(DATA, 64, rank, 3), LOSS, totals(DATA))
         results = {"trained": metrics, "weights": weights(trainer)}

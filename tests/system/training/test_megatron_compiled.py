@@ -1,4 +1,4 @@
-"""`trainer.compile` under Megatron: norms, rotary embedding and loss compiled once, without another effect."""
+"""`trainer.compile` under Megatron compiles norms, rotary embedding and loss once, and changes nothing else."""
 
 import shutil
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def reset_compiler() -> None:
 
 
 def count_variants(function: Callable[..., Any]) -> int:
-    """Count the graphs of a function."""
+    """Return the number of graphs that torch.compile has made for a function."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return len(_debug_get_cache_entry_list(function.__code__))  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_pat
 
 
 def train_on_two_ranks(rank: int, folder: Path) -> None:
-    """Be one of two tensor ranks."""
+    """Train as one of two tensor-parallel ranks."""
     section = replace(MEGATRON, tensor_model_parallel_size=2)
     settings = {"backend": "megatron", "num_ranks": 2, "megatron": section}
     assert_compiled_trains_alike(folder / "qwen3", folder, DATA, rank=rank, world=2, **settings)

@@ -1,4 +1,4 @@
-"""Megatron's optimizers on one rank: on the host, resumed, and without the silent faults of megatron-core 0.16.1."""
+"""Megatron's optimizer on one rank: on the host, after a resume, and without silent bugs of megatron-core 0.16.1."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_the_emulation_of_a_gpu_leaves_nothing_behind(model: Path, tmp_path: Pat
 
 
 def test_a_float32_folder_is_not_rounded_and_a_float32_export_gives_it_back(model: Path, tmp_path: Path) -> None:
-    """Weights of bfloat16 are the rounded ones; those that are updated, saved and exported in float32 are not."""
+    """Only the bfloat16 weights are rounded. The main weights, which are updated, saved and exported, are float32."""
     from safetensors.torch import load_file
 
     with open_trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as trainer:

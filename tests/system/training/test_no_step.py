@@ -1,4 +1,4 @@
-"""Updates that make no step: discarded, failed and empty ones, a loss that is not finite, a gradient of zero."""
+"""Updates that make no optimizer step: discarded, failed or empty, with a loss that is not finite, or gradient 0."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_stops_it_though_the_gradient_is(model: Path, 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_an_update_of_nothing_makes_no_step(backend: str, model: Path, tmp_path: Path) -> None:
-    """Without micro-batches, and where no token counts: without a gradient AdamW would still decay the weights."""
+    """Update without micro-batches, and without a trained token. A step of AdamW would still decay the weights."""
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     silent = [replace(sample, mask=np.zeros_like(sample.mask)) for sample in DATA]
@@ -104,7 +104,7 @@ def test_an_update_of_nothing_makes_no_step(backend: str, model: Path, tmp_path:
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, model: Path, tmp_path: Path) -> None:
-    """Momentum and decay would move the weights. Schedule and curve are those without it, after a resume too."""
+    """A step would move the weights by momentum and decay. Later updates are as if this update had not been tried."""
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     flat = [replace(sample, columns={"advantage": np.zeros_like(sample.columns["advantage"])}) for sample in DATA]

@@ -1,4 +1,4 @@
-"""Training with its state on the move is training without, to the last bit. On CPU moves are made in earnest here."""
+"""Training with offloaded state equals training without, bit by bit. Here even tensors of a CPU trainer are moved."""
 
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def move_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Move CPU tensors as those of a device move: into the host buffer, their own memory freed."""
+    """Offload CPU tensors like tensors of a GPU: copy them to the host buffer and free their memory."""
     monkeypatch.setattr(offload, "_select_movable", list)
 
 
 def run_steps(trainer: FsdpTrainer, count: int) -> list[Any]:
-    """Make steps as a run on shared devices has them: log-probs of policy and reference, an update, room for engines.
+    """Make steps as on shared devices: log-probs of policy and reference, an update, then memory is left to engines.
 
     Return all log-probs and metrics.
     """

@@ -1,4 +1,4 @@
-"""Two replicas of two ranks train as one process does, and hand their state on to any number. Four gloo processes."""
+"""Two replicas of two ranks train as one process does, and any number of ranks can load their state (gloo)."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ LOSS = WeightedLoss()
 
 
 def train_on_four_ranks(rank: int, folder: Path) -> None:
-    """Be one of four ranks, and write the rank's results."""
+    """Train as one of four ranks, and write the rank's results."""
     with open_trainer(folder / "model", folder / "group", rank, RANKS, replicas=REPLICAS) as trainer:
         micro_batches = share(DATA, 24, rank, RANKS)
         results: dict[str, Any] = {"trained": [trainer.train(micro_batches, LOSS, totals(DATA))]}
@@ -51,7 +51,7 @@ def train_on_four_ranks(rank: int, folder: Path) -> None:
 
 
 def continue_on_two_ranks(rank: int, folder: Path) -> None:
-    """Go on with the state of four ranks: as two replicas of one rank, and as one of two."""
+    """Continue from the state of four ranks on two: once as two replicas, once as one replica of two ranks."""
     for replicas in (1, 2):
         group_folder = folder / f"of-{replicas}"
         group_folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Two gloo ranks train as one does, and hand their state on to one. Two processes, started once."""
+"""Two gloo ranks train as one rank does, and one rank can load their state. The two processes start only once."""
 
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ from tests.tiny_models import Kind, make_model
 KINDS: tuple[Kind, ...] = ("qwen3", "qwen3_moe")
 # Name of the run with adapters of rank 1: one of the two ranks has no row of A.
 ADAPTED = "adapted"
-# Dealt so that rank 0 has three micro-batches and an empty one, rank 1 four.
+# Sequences for which rank 0 gets three micro-batches and an empty one, and rank 1 gets four.
 DATA = sequences(7, seed=4)
 LOSS = WeightedLoss()
 
 
 def train_on_two_ranks(rank: int, folder: Path) -> None:
-    """Be one rank of both models and of the adapters, and write the rank's results."""
+    """Train as one of two ranks: both models, then adapters. Write the rank's results."""
     for kind in KINDS:
         with open_trainer(folder / kind, folder / f"{kind}-group", rank, 2) as trainer:
             micro_batches = share(DATA, 24, rank, 2)
@@ -52,7 +52,7 @@ def train_on_two_ranks(rank: int, folder: Path) -> None:
             trainer.save(folder / kind / "state")
             trainer.export_folder(folder / kind / "exported")
             results["reference"] = tensors_of(trainer.log_probs(micro_batches, "reference"))
-            # Everything is on rank 0: rank 1 sees no sequence, yet takes part and learns the metrics' names.
+            # All sequences are on rank 0. Rank 1 takes part without a sequence, and gets the metrics too.
             results["lopsided"] = trainer.evaluate([DATA] if rank == 0 else [[]], LOSS)
             results["next"] = trainer.train([[]] if rank == 0 else [DATA], LOSS, totals(DATA))
             results["refused"] = attempt_nan_updates(trainer, DATA, 24, rank, 2)

@@ -1,4 +1,4 @@
-"""The text part of a vision-language folder trains alone, in the layout that is published; an export keeps the rest."""
+"""The text model of a vision-language folder trains, with the published names. An export copies all other tensors."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def load_wrapper(folder: Path) -> Any:
 
 
 def assert_computed_by(model: Any, rows: list[np.ndarray]) -> None:
-    """Assert that rows are the log-probs of DATA by a model of transformers."""
+    """Assert that `rows` equal the log-probs of DATA that a transformers model computes."""
     with torch.no_grad():
         for row, sequence in zip(rows, DATA, strict=True):
             np.testing.assert_allclose(row[1:], plain_log_probs(model, sequence)[0].numpy(), atol=2e-5)
@@ -102,12 +102,12 @@ def test_the_text_trains_as_the_whole_computes_it_and_an_export_keeps_the_rest(k
     assert all(name.startswith(text_prefix) for name in text_names)
     with open_trainer(folder, tmp_path) as trainer:
         assert_computed_by(load_wrapper(folder), trainer.log_probs([DATA])[0])
-        # As `rlctl model check` compares them.
+        # `rlctl model check` compares with the same model.
         text_model = transformers_model.plain_model(str(folder), "cpu")
         assert_computed_by(text_model, trainer.log_probs([DATA])[0])
         assert {name for name, _, _ in trainer.layout()} == text_names
         assert trainer.train([DATA], WeightedLoss(), totals(DATA))["train/grad_norm"] > 0
-        # A checkpoint needs the folder no more: it may be one that another run deletes.
+        # A checkpoint must not need the model folder any more, which another run may delete.
         aside = folder.rename(tmp_path / "aside")
         trainer.export_folder(tmp_path / "out", "float32")
         aside.rename(folder)

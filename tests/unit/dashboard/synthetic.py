@@ -1,4 +1,4 @@
-"""A run directory with deterministic synthetic records, as loops would write them."""
+"""Writes run directories with deterministic synthetic records, in the form of real runs."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ STEP_SECONDS = 2.5
 
 
 class Ticker:
-    """A clock that the records move. Each reading is a hundredth of a second later."""
+    """Clock for synthetic records. Each reading is 0.01 s after the one before."""
 
     def __init__(self) -> None:
         self.now = START
@@ -51,7 +51,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """Return a step with an age bound of 2. It trains for half its time and waits a fifth for the oldest group."""
+    """Return the metrics of a step with age bound 2. It trains half of the time, and waits a fifth of it for groups."""
     common = {name: metric for name, metric in step_metrics(step).items() if not name.startswith("time/")}
     ages = {
         "age/mean": 0.75,

@@ -1,4 +1,4 @@
-"""Advice on the division of devices is given only where it would help, and with the figures behind it."""
+"""Advice to divide devices differently is given only if it would make steps shorter, and names its figures."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.unit.dashboard.synthetic import async_metrics, write_run
 @pytest.mark.parametrize(
     ("division", "trainer_work", "generator_work", "best_division", "saved_share"),
     [
-        # The work of 2 devices to train and of 1 to generate. With 3 and 1 nobody is idle, but a step is no shorter.
+        # Training takes the work of 2 devices, generation that of 1. With 3 and 1 devices no step would be shorter.
         ((2, 2), 1.0, 0.5, (3, 1), 0.0),
         ((2, 6), 1.0, 1 / 3, (4, 4), 0.5),
         ((6, 2), 1 / 3, 1.0, (4, 4), 0.5),

@@ -23,7 +23,7 @@ from tests.waiting import until
 
 
 def draw_screen(path: Path, width: int, height: int, **options: object) -> list[str]:
-    """Return the lines of the dashboard of a run. options: of the console."""
+    """Return the lines of a run's dashboard on a screen of this size. options: arguments of rich's Console."""
     out = io.StringIO()
     console = Console(file=out, width=width, height=height, **options)  # type: ignore[arg-type]
     console.print(render(read_state(path), width, height))
@@ -235,7 +235,7 @@ def test_a_constant_series_is_flat_at_the_bottom_also_where_it_changes_by_less_t
 
 
 def many_engines_metrics(step: int) -> dict[str, float]:
-    """Return a step of a run of 64 engines. Engine 37 is slow, and engine 5 idle."""
+    """Return the metrics of a step with 64 engines, of which engine 37 is slow and engine 5 idle."""
     before = [EngineStats(busy=0.0, tokens=0, at=1.0)] * 64
     after = [EngineStats(busy=2.0, tokens=2400, at=5.0)] * 64
     after[37] = EngineStats(busy=3.0, tokens=1200, at=5.0)
@@ -262,7 +262,7 @@ def test_sixty_four_engines_are_shown_by_their_median_and_the_worst(tmp_path: Pa
 
 
 def metrics_without_sampling_at_the_end(step: int) -> dict[str, float]:
-    """Return a step of an asynchronous run of 20 steps, whose last two have nothing left to sample."""
+    """Return a step's metrics in an asynchronous run of 20 steps, whose last two steps have nothing left to sample."""
     metrics = {**async_metrics(step), "tokens/generated": 900.0}
     metrics["tokens/sampled"] = {19: 20.0, 20: 0.0}.get(step, 900.0)
     if step > 18:

@@ -1,4 +1,4 @@
-"""Pictures of characters."""
+"""Charts that are drawn with characters."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Text of others cannot command a terminal, wherever it is shown."""
+"""Text from models, users and files cannot send escape sequences to the terminal, wherever rlctl shows it."""
 
 import io
 import json

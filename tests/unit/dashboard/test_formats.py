@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers, durations and sizes for people."""
 
 import pytest
 

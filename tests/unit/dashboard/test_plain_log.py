@@ -1,4 +1,4 @@
-"""One aligned line a step where there is no terminal."""
+"""The plain log without a terminal: one aligned line for each step."""
 
 import io
 import time

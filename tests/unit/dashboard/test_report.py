@@ -1,4 +1,4 @@
-"""`rlctl runs report`: one page of one or more runs, as far as their files go, that loads nothing."""
+"""`rlctl runs report`: one HTML page about one or more runs, which loads nothing and works with incomplete files."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_ru
 
 @pytest.fixture
 def chart_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a library of charts in place that loads at once."""
+    """Replace the chart library by a short text, which is read at once."""
     monkeypatch.setattr(vega, "is_installed", lambda: True)
     monkeypatch.setattr(vega, "script", lambda: "/* library */")
 
@@ -42,7 +42,7 @@ def call(*words: object) -> tuple[int, str, str]:
 
 
 def read_data(html: str) -> Any:
-    """Return the data that a page holds."""
+    """Return the data that is embedded in a report's page."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert match
     return json.loads(match[1])

@@ -1,4 +1,4 @@
-"""A run as its files tell it."""
+"""The state of a run, read from its files."""
 
 import json
 import os
@@ -41,13 +41,13 @@ def test_a_run_without_an_end_whose_process_is_gone_has_died(tmp_path: Path) -> 
 
 
 def read_start(run: RunDir) -> dict[str, Any]:
-    """Return the first event of a run, which is its start."""
+    """Return the first event of a run, which describes its start."""
     start, *_ = run.events.read_text().splitlines()
     return json.loads(start)  # type: ignore[no-any-return]
 
 
 def replace_start(run: RunDir, start: dict[str, Any]) -> None:
-    """Write another event in the place of a run's first."""
+    """Replace the first event of a run by `start`."""
     _, *later_events = run.events.read_text().splitlines()
     run.events.write_text("\n".join([json.dumps(start), *later_events]) + "\n")
 

@@ -1,4 +1,4 @@
-"""The end of a run in a table, and the next commands to type."""
+"""The summary at a run's end: a table of results, and the commands to type next."""
 
 import io
 import json

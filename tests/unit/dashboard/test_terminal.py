@@ -1,4 +1,4 @@
-"""Under the dashboard, other output of the process goes to the log."""
+"""While the dashboard is on the screen, other output of the process goes to the log."""
 
 import os
 import subprocess

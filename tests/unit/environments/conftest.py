@@ -1,4 +1,4 @@
-"""The file of an environment that a test makes misbehave."""
+"""Fixture that writes the file of an environment whose methods a test can make misbehave."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A pool of one environment that a test makes misbehave, and the actions of its episodes."""
+"""Opens a pool of the environment `Own`, which a test can make misbehave, and calls its episodes."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.tool_formats import ToolCall
 
-# The fixture `own_file` writes it.
+# Source of the environment `Own`. The fixture `own_file` writes it.
 OWN = """
 import asyncio, ctypes, json, os, random, sqlite3, subprocess, sys, threading, time
 
@@ -104,7 +104,7 @@ class Own:
         \"\"\"
         return eval(code)
 """
-# Outcome of `call_select` in an episode that has its thread.
+# Outcome of `call_select` if the episode's calls all run on the episode's thread.
 SELECTED = [ToolResult("select", "42", failed=False)]
 
 

@@ -44,7 +44,7 @@ class Opens:
 
 @contextmanager
 def open_hurried_pool() -> Iterator[EnvironmentPool]:
-    """Open a pool of two environments in one process: `own`, and `hurried`, whose actions have 1.5 seconds."""
+    """Open a pool of two environments in one process: `own`, and `hurried`, whose actions have a limit of 1.5 s."""
     specs = {"own": EnvironmentSpec("own.py:Own", 120.0), "hurried": EnvironmentSpec("own.py:Own", 1.5)}
     with EnvironmentPool(specs, 2048, 1) as pool:
         yield pool
@@ -65,7 +65,7 @@ def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones(
         (first_pid,) = pool.pids()
         failure = failure_of(pool.reset("hangs", {"hang": True, "environment": "hurried"}, seed=1).result())
         assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1.5 s")
-        # Episodes of the process go on; new ones begin elsewhere.
+        # Episodes of this process go on. New episodes begin in another process.
         assert call_select(pool, "before") == SELECTED
         begin_episodes(pool, "after", environment="own")
         assert len(pool.pids()) == 2 and psutil.pid_exists(first_pid)

@@ -1,4 +1,4 @@
-"""Hostile values and exceptions cost their own episode, with the reason: nothing is lost, and no neighbour pays."""
+"""Hostile values and exceptions fail only their episode, with the reason. Other episodes in the process go on."""
 
 import time
 from collections.abc import Iterator

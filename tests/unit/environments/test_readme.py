@@ -1,4 +1,4 @@
-"""The page on environments: its example is one, and its figures are those of the code."""
+"""The README on environments: its example keeps the contract, and its figures equal those in the code."""
 
 import re
 from pathlib import Path

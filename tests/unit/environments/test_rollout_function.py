@@ -1,4 +1,4 @@
-"""Rollout functions in their process: requests, results, and problems."""
+"""Rollout functions in a child process: their requests, results and errors."""
 
 import asyncio
 import itertools
@@ -82,7 +82,7 @@ def open_pool(own_functions: Path) -> Iterator[Any]:
 
 
 def advance_call(pool: EnvironmentPool, name: str, *answers: Any) -> Any:
-    """Begin a call of the function, or resume it with these answers; return its next requests or its end."""
+    """Begin a call of the function or resume it with `answers`. Return its next requests, or its result if it ended."""
     if answers:
         return pool.resume(name, answers, waits=False).result()
     return pool.begin(name, TASK, 0).result()

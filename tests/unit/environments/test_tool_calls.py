@@ -1,4 +1,4 @@
-"""Tool calls by format: any turn is calls, mistakes with an answer, or text; never an error."""
+"""Parsing of tool calls by format: a turn gives calls, mistakes that the model is told, or text, never an error."""
 
 import json
 import time

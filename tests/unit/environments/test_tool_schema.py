@@ -1,4 +1,4 @@
-"""Schemas of tools equal those of transformers, and each mistake has its line."""
+"""Schemas of tools equal those that transformers derives, and each mistake in a tool gives one line."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Optional, Union

@@ -1,4 +1,4 @@
-"""Bounds on a run's health: the one warning of each, and a resumed run's memory."""
+"""Health checks of a run: each bound warns once, and a resumed run remembers its warnings."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from rlctl.run.health import Ceiling, Decline, Health, HealthCheck, HealthWarnin
 
 
 def look_at(health: Health, metric: str, figures: Iterable[float], first_step: int = 1) -> list[list[HealthWarning]]:
-    """Give a health one figure of a metric in each step. Return the warnings of each step."""
+    """Let `health` check one value of a metric in each step. Return the warnings of each step."""
     return [health.look(step, {metric: figure}) for step, figure in enumerate(figures, first_step)]
 
 
@@ -21,7 +21,7 @@ def count_warnings(warnings_by_step: list[list[HealthWarning]]) -> list[int]:
 
 
 def find_warned_steps(check: HealthCheck, figures: Iterable[float]) -> list[int]:
-    """Return the steps at which a check of a metric warns. figures: of the metric, one a step."""
+    """Return the steps at which `check` warns. figures: value of its metric in each step."""
     warnings_by_step = look_at(Health([check], stop=False), check.metric, figures)
     return [step for step, warnings in enumerate(warnings_by_step, 1) if warnings]
 
@@ -31,7 +31,7 @@ def make_mismatch_ceiling() -> Ceiling:
 
 
 def resume_health(resumed: Health, before: Health) -> None:
-    """Load a state as a checkpoint has it."""
+    """Load the state of `before` into `resumed`, as a resume from a checkpoint does."""
     resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
 
 

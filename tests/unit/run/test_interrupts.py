@@ -1,4 +1,4 @@
-"""The state of a run that ends by a signal."""
+"""Runs that end by a signal: recorded state, exit, and processes."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""The order of work around the steps of a run, and its end."""
+"""`Loop`: the order of validation, steps and checkpoints, and the end of a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +21,7 @@ from rlctl.telemetry.metrics import Metric
 
 
 class Saved:
-    """A trainer's part that is on the disk."""
+    """Stand-in for `TrainerSave` whose files are already written."""
 
     wait_cause = ""
 
@@ -30,7 +30,7 @@ class Saved:
 
 
 class Diary(Loop):
-    """A loop that writes down its calls. Each draw moves the cursor by one row."""
+    """Loop that records its calls. Each draw of data moves the cursor by one row."""
 
     def __init__(
         self,

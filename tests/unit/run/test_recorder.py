@@ -1,4 +1,4 @@
-"""The records of a run: steps of validations and checkpoints, a checkpoint's score, and the order of records."""
+"""RunRecorder: the steps with validations and checkpoints, a checkpoint's score, and the order of records."""
 
 import json
 import threading
@@ -57,7 +57,7 @@ def make_recorder(
 
 
 class UnfinishedSave:
-    """A trainer's part that is on the disk once `release` is set. error: raised then."""
+    """Stand-in for `TrainerSave` that has written its files once `release` is set. error: raised instead."""
 
     wait_cause = ""
 

@@ -1,4 +1,4 @@
-"""Names, attempts, and the records that a resume takes back."""
+"""Run directories: names of runs, attempts, and the records that a resume removes."""
 
 import json
 from pathlib import Path

@@ -8,7 +8,7 @@ from rlctl.telemetry.clock import StepClock, productive_seconds
 
 
 class HandClock:
-    """A clock that a test sets."""
+    """Clock whose time a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Events and metrics as the files hold them."""
+"""Events and metrics, as they are written to a run's files."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A record is a whole line or nothing, for dying writers and early readers."""
+"""JSONL files: a reader gets whole records only, even if a writer dies or is still writing."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Declarations of metrics: their rows, the file of a run, and that no name of rlctl's own lacks a row."""
+"""Declarations of metrics: their rows, a run's file of rows, and every metric of rlctl has a row."""
 
 import ast
 import json
@@ -110,7 +110,7 @@ def test_the_example_of_a_further_metric_is_one_row_with_a_chart_and_a_panel() -
 
 
 def test_no_name_stands_in_more_than_two_files() -> None:
-    """One declares it, one may measure it; all others read the row."""
+    """One file declares a metric, and one may compute it. All other files must use the declared row."""
     declared = {row.name for row in installed_rows().rows}
     files = defaultdict(set)
     for path, tree in TREES.items():

@@ -1,4 +1,4 @@
-"""Each throughput on synthetic timers: its denominator is that of its docstring."""
+"""Throughputs computed from synthetic times have the denominators that their docstrings name."""
 
 import pytest
 

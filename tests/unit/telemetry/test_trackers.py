@@ -1,4 +1,4 @@
-"""Trackers get the numbers and can do no harm."""
+"""Trackers get all metrics, and an error of a tracker does not harm the run."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch
 
 
 class Flaky:
-    """A tracker whose calls raise `errors` in turn, and take the record for None. It keeps the steps it took."""
+    """Tracker whose calls raise `errors` in turn; None raises nothing. It records the steps of successful calls."""
 
     def __init__(self, errors: Sequence[Exception | None] = ()) -> None:
         self.errors = list(errors)
@@ -92,7 +92,7 @@ def test_a_record_that_a_tracker_refuses_costs_that_record_alone(run: RunDir) ->
         tracker.write("step", step, {})
     tracker.close()
     assert flaky.steps == [1, 3, 5, 6]
-    # The second failure is of the same cause.
+    # The second failure has the same cause, so there is no second warning.
     assert read_warnings(run) == [
         "flaky failed: ConnectionError: no route to 10.0.0.1: the numbers of step 2 are skipped there, and counted; "
         "the next are tried",

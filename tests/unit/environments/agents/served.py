@@ -1,4 +1,4 @@
-"""Endpoint in this process, with a script in place of the driver: any client may call."""
+"""The agents' endpoint in this process, with scripted turns instead of a driver. Any client library may call it."""
 
 import asyncio
 import json
@@ -85,11 +85,11 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call_function(), self.endpoint.loop).result(10)
 
     def settle(self) -> None:
-        """Take the requests and deliveries that the session has by now."""
+        """Handle the requests and deliveries that the session has received so far."""
         self.run_on_loop(self._take_requests)
 
     def answer(self, number: int, text: str) -> None:
-        """Give the turn of a request that had none."""
+        """Answer request `number`, which has waited because its scripted turn was None."""
         self.run_on_loop(lambda: self._give_turn(number, text))
 
     def texts(self) -> list[str]:
@@ -124,5 +124,5 @@ class Served:
 
 
 def script(*texts: str | None) -> Callable[[int], str | None]:
-    """Return a function from the number of a request to its turn."""
+    """Return the function for `text_of_turn`: request `number` gets `texts[number]`."""
     return lambda number: texts[number]

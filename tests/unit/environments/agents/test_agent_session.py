@@ -1,4 +1,4 @@
-"""Sessions: what clients send back is matched by meaning, retries get the same turn, strangers get nothing."""
+"""Sessions: earlier turns that clients send back are matched by meaning, and retries get the same turn."""
 
 import http.client
 import json
@@ -61,7 +61,7 @@ def test_what_means_the_same_continues_the_turn(serve: Serve, sent_back: Any) ->
 
 
 def make_code_reply(code: str) -> Any:
-    """Return the turn of a code agent of smolagents, and its code once more."""
+    """Return a turn of a smolagents code agent, as the library sends it back: the code is there a second time."""
     code_call = {"id": "call_1", "type": "function", "function": {"name": "python_interpreter", "arguments": code}}
     return make_reply(content=f"<code>\n  a = 1\nprint(a)\n</code>Calling tools:\n{[code_call]}")
 

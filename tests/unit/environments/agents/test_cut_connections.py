@@ -18,7 +18,7 @@ SHARE_CUT = 0.3
 
 
 class CuttingProxy:
-    """Passes connections on to a port, and cuts three in ten after some bytes of either side."""
+    """Proxy that forwards connections to a port, and cuts three in ten after some bytes from either side."""
 
     def __init__(self, port: int) -> None:
         self._target_port = port
@@ -76,7 +76,7 @@ async def play_session(served: Served, port: int, stream: bool) -> list[str]:
         for turn in range(NUM_TURNS):
             if stream:
                 text = ""
-                # A stream that breaks is the agent's to ask for again, as SDKs do not.
+                # The agent itself must request a broken stream again, because SDKs do not retry streams.
                 while not text:
                     try:
                         async for part in await create(model="m", messages=messages, stream=True):

@@ -14,12 +14,12 @@ from rlctl.environments.agents.agent_episode import AgentLaunch, AgentTask
 from rlctl.environments.outcomes import EnvironmentFailure
 
 TASK = AgentTask(id="r0", prompt="2+2?", messages=[], answer=None, row={})
-# A loop that calls functions at once.
+# Stand-in for an event loop that calls functions at once.
 LOOP: Any = SimpleNamespace(call_soon_threadsafe=lambda function, outcome: function(outcome))
 
 
 def start_agent(function: Any) -> tuple[Any, SimpleQueue[Any]]:
-    """Start an agent; return the way to stop it, and the queue of its outcome."""
+    """Start an agent. Return the function that stops it, and the queue that gets its outcome."""
     outcomes = SimpleQueue[Any]()
     launch = AgentLaunch(
         task=TASK,

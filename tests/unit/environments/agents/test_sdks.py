@@ -19,7 +19,7 @@ from tests.system.test_agent_sdks import AGENTS
 from tests.unit.environments.agents.served import END, Served
 
 Serve = Callable[..., Served]
-# Agent -> its thinking as it is sent back, and the number of rows of eight turns.
+# Agent -> (its thinking as the client sends it back, number of rows that eight turns give).
 THINKING_AND_ROWS = {
     "calculator:run": ('"reasoning_content": "hm"', 1),
     "here:openai_async": ('"reasoning_content": "hm"', 1),
@@ -43,7 +43,7 @@ def write_call(name: str, **arguments: Any) -> str:
 
 
 def turns_of(agent: str) -> tuple[str, ...]:
-    """Return turns that the agent takes, again and again."""
+    """Return the texts of turns that this agent can process. They are repeated for all eight turns."""
     calculate = write_call("calculate", expression="2 + 2")
     if agent == "smolagents_agent:run_code":
         return CODE

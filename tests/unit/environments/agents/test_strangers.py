@@ -1,4 +1,4 @@
-"""Requests that are wrong, too large or cut off: each is refused, and told once. All sockets are real."""
+"""Requests that are wrong, too large or cut off are refused, with one warning each. All sockets are real."""
 
 import http.client
 import json
@@ -39,7 +39,7 @@ def connect(served: Served) -> Iterator[socket.socket]:
 
 
 def write_head(served: Served, length: int | None = None) -> bytes:
-    """Return the beginning of a request, up to its body."""
+    """Return the head of an HTTP request, without its body."""
     body_header = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
     lines = [
         f"POST {urlsplit(served.url).path}/chat/completions HTTP/1.1",
@@ -52,7 +52,7 @@ def write_head(served: Served, length: int | None = None) -> bytes:
 
 
 def serves_client(served: Served) -> bool:
-    """Return True if a client that behaves gets its turn."""
+    """Return True if a correct client still gets its turn."""
     return post(served, {"messages": [USER]})[0] == 200
 
 
@@ -214,7 +214,7 @@ ODD_SCHEMAS: list[Any] = [
 
 @pytest.mark.parametrize("tool_format", sorted(PARSERS))
 def test_a_property_may_be_any_json(serve: Serve, tool_format: str) -> None:
-    """Servers of tools in Rust write `"a": true`, which is a schema."""
+    """In JSON Schema `"a": true` allows any value. MCP servers written in Rust use this form."""
     arguments = '{"name": "add", "arguments": {"a": "text"}}'
     turns = {
         "hermes": f"<tool_call>{arguments}</tool_call>",
