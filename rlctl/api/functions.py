@@ -182,7 +182,10 @@ def load_run(run: str | Path) -> RecordedRun:
 
 
 def _objects_folder(recipe: str | Path | None, overrides: Overrides, resumed: Path | None = None) -> Path:
-    """Return the folder for files of Python objects, below the run's `run.dir`."""
+    """Return the folder for the objects that a call passes to its run, such as reward functions, pickled.
+
+    The folder is in `run.dir`, beside the runs. resumed: directory of the run to continue; None: a new run.
+    """
     if resumed is not None:
         return resumed.parent / OBJECTS
     folder = overrides.get("run.dir") if isinstance(overrides, Mapping) else None

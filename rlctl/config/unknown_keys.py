@@ -46,7 +46,7 @@ class KnownKeys:
         return peer_keys() if self._knows_peers else ()
 
     def remark(self, path: str, names: list[str], is_section: bool = False) -> str:
-        """Return the text after "unknown key" for the dotted `path`.
+        """Return a hint about the dotted `path`, which an error message appends to "unknown key".
 
         names: keys that exist in its section. is_section: True if the unknown key is a section.
         """

@@ -51,6 +51,8 @@ def check_first_rows(settled: Settled) -> list[str]:
     problems: list[Problem] = []
     notes: list[str] = []
     configs: list[RunConfig] = [settled.config]
+    # An SFT run samples only to validate, by the config of `validation.recipe`. Only that config's validation data is
+    # read: its training data is not used.
     if settled.sampling and settled.sft:
         configs.append(settled.sampling.config)
     for config in configs:

@@ -136,7 +136,8 @@ class SamplingParts:
         """Create the dispatcher and the runner of rollouts. `stack` closes both."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
-        # With a filter a step ends once enough groups pass, so the dispatcher does not wait for the other groups.
+        # True if a step waits for all of its groups. Asynchronous runs do not. With a filter, a step ends once enough
+        # groups pass.
         together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         events = self.environments.events if self.environments else None
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, events, together=together)

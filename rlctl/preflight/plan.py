@@ -122,29 +122,31 @@ def make_plan(
     disk_free: free bytes for checkpoints; None: not known. cores: number of cores of this machine; None on a cluster.
     """
     config = settled.config
-    sizes = settled.facts
-    sampling = settled.sampling
+    facts = settled.facts
     backend = backend_of(config.trainer)
     placement = None
-    misplaced = None
-    way = None
+    placement_error = None
+    refit_route = None
     try:
         placement = place(nodes, requested_resources(settled), settled.device)
+        # The placement decides how many ranks share a node. Values that depend on that are settled again.
         machine = replace(settled.machine, ranks_by_node=placement.ranks_by_node)
-        settled = settled.settle_on(machine, sizes)
+        settled = settled.settle_on(machine, facts)
         if settled.sampling:
-            way = refit_way(settled.sampling, placement)
+            refit_route = refit_way(settled.sampling, placement)
     except PlacementError as error:
+        # `refit_way` refuses placements too: one that it refuses is none.
         placement = None
-        misplaced = str(error)
+        placement_error = str(error)
+    sampling = settled.sampling
     memory = forecast(settled, placement)
     schedule = _make_schedule(settled, disk_free)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
-        parameters=sizes.parameters if sizes else None,
+        parameters=facts.parameters if facts else None,
         placement=placement,
-        misplaced=misplaced,
+        misplaced=placement_error,
         layout=backend.layout(config.trainer) if backend.has_layouts else None,
         batch=_batch_size(settled),
         memory=memory,
@@ -152,8 +154,8 @@ def make_plan(
         unserved=_why_unserved(settled),
         unsaved=_why_unsaved(schedule),
         schedule=schedule,
-        refit=refit_bytes(sizes, sampling.generation_dtype, settled.adapters) if sizes and sampling else None,
-        refit_way=way,
+        refit=refit_bytes(facts, sampling.generation_dtype, settled.adapters) if facts and sampling else None,
+        refit_way=refit_route,
         chosen=settled.choices,
         notes=[*_plan_notes(settled, schedule, memory), *crowding_notes(settled, cores)],
     )

