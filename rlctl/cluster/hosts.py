@@ -74,8 +74,8 @@ class Host:
     # True if the host's shell parses the command, so that it is passed as one text.
     shell: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
-    # Exit code that only a failed link has, for example 255 of ssh; None if there is no such code.
-    link_failed: int | None = None
+    # Exit code by which the link says that it failed itself, for example 255 of ssh; None: the link has no such code.
+    link_exit_code: int | None = None
     # Function that returns the environment for the link's process; None: this process's environment.
     environment: Callable[[], dict[str, str]] | None = None
     # Shell lines that run on the host before Python.
@@ -87,6 +87,7 @@ class Host:
             return [self.python, "-"]
         text = f"{quoted_path(self.python)} -"
         if self.setup:
+            # The setup must neither read the program from the standard input nor write among its replies.
             text = "\n".join(["{", *self.setup, "} </dev/null >&2", f"exec {text}"])
         if self.shell:
             return [*self.link, text]
@@ -127,8 +128,9 @@ class Host:
         return reply
 
     def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
-        """Start a program that prints lines until it or this process ends. stdout: as for Popen; None: this process's
-        output.
+        """Start a program that prints lines, until the program or this process ends. Return the link's process.
+
+        stdout: as for Popen; None: this process's output.
         """
         process = self._start_program(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
         assert process.stdin
@@ -150,8 +152,11 @@ class Host:
         )
 
     def _explain_failure(self, errors: str, code: int) -> str:
-        """Return in one line why a program gave no reply."""
-        if self.link and self.link_failed in (None, code) and (remedy := remedy_of(errors, self.remedies)):
+        """Return in one line why a program gave no reply. errors: error output of the link and the program."""
+        # The remedies are for a failed link. A link that has an exit code of its own has not failed without this code.
+        may_be_link = self.link and self.link_exit_code in (None, code)
+        remedy = remedy_of(errors, self.remedies) if may_be_link else None
+        if remedy:
             return remedy.format(host=self.name)
         if "No module named 'rlctl" in errors:
             return f"rlctl is not installed for {self.python}: install it there, or set python=..."
@@ -166,7 +171,7 @@ def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str])
     """Return a host reached by the user's ssh. ssh ends if the host is silent for 15 s."""
     alive = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
     command = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *alive, *options)
-    return Host(name, python, (*command, "--", name), shell=True, remedies=_SSH_REMEDIES, link_failed=255)
+    return Host(name, python, (*command, "--", name), shell=True, remedies=_SSH_REMEDIES, link_exit_code=255)
 
 
 def slurm_host(name: str, python: str, job: str, setup: list[str]) -> Host:

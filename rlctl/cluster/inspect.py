@@ -26,6 +26,7 @@ def ask_nodes(state: ClusterState) -> ClusterStatus:
             statuses.append(NodeStatus(node, unreachable=str(answer)))
         else:
             statuses.append(NodeStatus(node, alive=answer["alive"], facts=answer))
+    # Index of the call to Ray, which comes after the calls for the nodes; a cluster without an address has none.
     ray_answer = answers.get(len(nodes))
     if isinstance(ray_answer, dict):
         if ray_answer["refused"]:

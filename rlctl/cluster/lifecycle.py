@@ -34,6 +34,7 @@ def bring_up(config: ClusterConfig, say: Say) -> UpResult:
         try:
             return _repair(config, store, say) or _begin_cluster(config, store, say)
         finally:
+            # No cluster was started: remove the folder and a token, which the check of the hosts may have written.
             if store.load() is None:
                 store.clear()
 
@@ -69,8 +70,9 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
 
 
 def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | None:
-    """Restart the lost nodes of a cluster that is up, and return the result. Clear up a cluster whose head is gone;
-    return None.
+    """Restart the lost nodes of a cluster that is up, and return the result.
+
+    Return None if the cluster must be started: there is none, or its head was gone and the rest is cleared up now.
     """
     state = store.load()
     if state is None:
@@ -83,6 +85,7 @@ def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | 
             status = cluster_status(state) if repaired else status
             return UpResult(state, status, already=True, repaired=repaired, warnings=status.warnings)
         head = status.nodes[0]
+        # A head that does not answer may still run: clearing up would end runs on it.
         if head.unreachable:
             remedy = f"gone for good? rlctl cluster down {store.name} --forget"
             raise ClusterError(f"head {head.node.name}: {head.unreachable}; {remedy}")
@@ -96,6 +99,7 @@ def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | 
 
 
 def _begin_cluster(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult:
+    """Check the hosts and start the cluster. After a failure, or at Ctrl-C, stop the nodes that were started."""
     launcher = launcher_of(config, say)
     state, warnings = launcher.prepare(config)
     store.save(state)

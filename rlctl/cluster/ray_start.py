@@ -47,9 +47,9 @@ class Place:
     # Folder in which the node's folder will be created.
     root: str
     # Bytes of shared memory.
-    shm: int
+    shm_bytes: int
     # True if the host can serve Ray's dashboard and job API.
-    dashboard: bool
+    has_dashboard: bool
 
 
 def is_loopback(address: str) -> bool:
@@ -67,12 +67,13 @@ def start_request(
 ) -> dict[str, Any]:
     """Return the request for `start` of `remote_scripts/node.py`."""
     is_first_of_host = node is next(other for other in state.nodes if other.host == node.host)
-    loopback = is_loopback(node.address)
-    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | (LOOPBACK_ONLY if loopback else {})
+    is_on_loopback = is_loopback(node.address)
+    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | (LOOPBACK_ONLY if is_on_loopback else {})
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
         environment |= _FOR_HEAD
+        # `start` of node.py replaces {port} by a free port, for a configured port of 0.
         arguments = ["--head", f"--port={config.port or '{port}'}"]
         arguments += [f"--dashboard-host={'0.0.0.0' if config.listen_on_all else LOOPBACK}"]
         arguments += [f"--dashboard-port={config.dashboard_port or '{port}'}"]
@@ -83,6 +84,7 @@ def start_request(
     if isinstance(config, LocalCluster) or config.other_ports is None:
         arguments += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     else:
+        # The node's own processes take the first ports of the range, its workers the rest.
         low, high = config.other_ports
         arguments += [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
         arguments += [f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
@@ -95,7 +97,7 @@ def start_request(
         "token": token,
         "arguments": arguments,
         "environment": environment,
-        "joins_loopback": loopback and not node.head,
+        "joins_loopback": is_on_loopback and not node.head,
     }
 
 
@@ -107,6 +109,8 @@ def _resources(config: HostCluster, place: Place, is_first_of_host: bool) -> lis
         arguments.append(f"--num-gpus={gpus}")
     if config.object_store_mib is not None:
         nodes = config.nodes if isinstance(config, LocalCluster) else 1
-        room = place.shm // (2 * nodes) or config.object_store_mib << 20
-        arguments.append(f"--object-store-memory={max(_MIN_STORE, min(config.object_store_mib << 20, room))}")
+        configured_bytes = config.object_store_mib << 20
+        # The stores of all nodes on the host may take half of its shared memory. 0: its size is not known.
+        most_bytes = place.shm_bytes // (2 * nodes) or configured_bytes
+        arguments.append(f"--object-store-memory={max(_MIN_STORE, min(configured_bytes, most_bytes))}")
     return arguments

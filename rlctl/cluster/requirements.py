@@ -18,8 +18,8 @@ def minor(text: str) -> str:
 def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_clock_skew_s: float = 0) -> list[str]:
     """Return the reasons why a host cannot be a node; empty if it can.
 
-    skew_s: seconds by which its clock is ahead, see `clock_skew`. The host must have the same minor version of Ray and
-    the same version of rlctl as this machine, because they communicate.
+    reply: reply of `check.py`. skew_s: seconds by which the host's clock is ahead, see `clock_skew`. The host must have
+    the same minor version of Ray and the same version of rlctl as this machine, because they communicate.
     """
     installed_ray = minor(version("ray"))
     lines = []
@@ -28,8 +28,9 @@ def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_
     if absent := [name for name in ("ray", "psutil", "rlctl") if reply[name] is None]:
         lines.append(f"{' and '.join(absent)} not installed in its Python: pip install rlctl there, or set python=...")
     elif minor(reply["ray"]) != installed_ray:
-        major, _, small = installed_ray.partition(".")
-        lines.append(f"wrong Ray {reply['ray']}: pip install 'ray>={installed_ray},<{major}.{int(small) + 1}' there")
+        major, _, minor_part = installed_ray.partition(".")
+        too_new = f"{major}.{int(minor_part) + 1}"
+        lines.append(f"wrong Ray {reply['ray']}: pip install 'ray>={installed_ray},<{too_new}' there")
     # The version is "unknown" in a source tree that pip did not install.
     if reply["rlctl"] not in (None, "unknown", own_version()):
         lines.append(f"wrong rlctl {reply['rlctl']}: pip install rlctl=={own_version()} there")
@@ -67,13 +68,13 @@ def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def clock_skew(read: float, began: float, ended: float) -> float:
+def clock_skew(host_time: float, began: float, ended: float) -> float:
     """Return the least seconds by which a host's clock is ahead of this machine's; negative: behind.
 
-    read: the host's time. The host read it between `began` and `ended` on this machine's clock. A value between these
-    two shows no skew.
+    host_time: the host's clock, read after `began` and before `ended` of this machine's clock. A time between these two
+    shows no skew.
     """
-    return read - ended if read > ended else min(0.0, read - began)
+    return host_time - ended if host_time > ended else min(0.0, host_time - began)
 
 
 def facts(reply: dict[str, Any]) -> str:

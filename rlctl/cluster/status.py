@@ -19,8 +19,8 @@ def cluster_status(state: ClusterState) -> ClusterStatus:
         request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
         calls.append((state.host_of(state.head), "head.job", request))
     with HostCalls(calls, _RUNS_S) as running:
+        # The head lists its runs while the launcher asks the nodes. If it does not answer, the status has no runs.
         status = launcher_of(state).status(state)
-        # The status is returned without runs if the head does not answer.
         for _, reply in running.answers():
             if isinstance(reply, dict):
                 status.runs += reply.get("runs", [])
@@ -76,10 +76,10 @@ def summary(state: ClusterState, status: ClusterStatus) -> str:
 
 def all_clusters() -> list[dict[str, Any]]:
     """Return an entry for every cluster that is up or has logs. No other machine is asked."""
-    return [_entry(name) for name in known_clusters()]
+    return [_cluster_entry(name) for name in known_clusters()]
 
 
-def _entry(name: str) -> dict[str, Any]:
+def _cluster_entry(name: str) -> dict[str, Any]:
     entry = {"name": name, "kind": "", "condition": "down", "nodes": 0, "address": ""}
     try:
         state = ClusterStore(name).load()
@@ -115,8 +115,10 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
     try:
         for place in places:
             request = {"folder": place.folder, "keep": place.keep, "cluster": name, "node": place.node, "lines": lines}
+            # The kept logs of a cluster that is down do not grow.
             running.append(place.host.follow("logs.run", {**request, "follow": follow and state is not None}))
             if not follow:
+                # One node after the other, so that their lines do not mix.
                 running[-1].wait()
         return max((process.wait() for process in running), default=0)
     finally:

@@ -51,7 +51,7 @@ def catalogue(root: Path) -> list[RunEntry]:
 def _read_entry(folder: Path) -> RunEntry:
     """Return the entry of a run. An error of reading becomes the entry's note, so that other runs are still listed."""
     try:
-        return entry(folder, read_state(folder))
+        return list_row(folder, read_state(folder))
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         return RunEntry(
@@ -147,8 +147,8 @@ def metrics_table(state: RunState) -> Table:
     )
 
 
-def entry(folder: Path, state: RunState) -> RunEntry:
-    """Return the entry of the run in `folder` from its state."""
+def list_row(folder: Path, state: RunState) -> RunEntry:
+    """Return the list's entry for the run in `folder`, from its state."""
     # From the last record: a validation without scores must not show an earlier validation's accuracy.
     accuracy = state.validations.last.get(HELD_OUT_ACCURACY.name)
     rate = state.mean(EFFECTIVE.name)

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import yaml
 
-from rlctl.dashboard.run_list import entry
+from rlctl.dashboard.run_list import list_row
 from rlctl.dashboard.state import read_state
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog
@@ -53,6 +53,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     """
     work = Path(request["work"]).expanduser()
     problems = []
+    # Without files the cluster shares the submitting machine's, where the config was checked before.
     if request["files"] is not None:
         work.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(io.BytesIO(base64.b64decode(request["files"]))) as packed:
@@ -62,15 +63,15 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
         return _refuse(request, work, problems)
     try:
         os.chdir(work)
-        run, fresh = _place_run(request)
+        run, is_new = _place_run(request)
         claim = RunDir(run).claim()
     except RunDirError as error:
         return _refuse(request, work, [str(error)])
     try:
-        return _hand_over(request, run, work, fresh)
+        return _hand_over(request, run, work, is_new)
     except BaseException as error:
         (run / SECRETS).unlink(missing_ok=True)
-        if fresh:
+        if is_new:
             shutil.rmtree(run, ignore_errors=True)
         else:
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=f"not submitted: {error}", next=[])
@@ -108,29 +109,31 @@ def runs(request: dict[str, Any]) -> dict[str, Any]:
 
     Each has path, job, devices (counts of trainer and generator), and the fields of its row in `rlctl runs list`.
     """
-    working_runs = []
+    active_runs = []
     for job in _http(request, "/api/jobs/"):
         path = (job.get("metadata") or {}).get("rlctl_run")
         if path is None or job["status"] in _ENDED:
             continue
         state = read_state(Path(path))
-        facts = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
-        # Skip an ended run: its driver may take a moment to exit after the last event.
-        if facts.get("status") in ("new", "running", "died"):
-            working_runs.append({"path": path, "job": job["submission_id"], **facts})
-    return {"runs": working_runs}
+        facts = {**vars(list_row(Path(path), state)), "devices": state.start.get("devices", {})}
+        # A run with a last event is skipped: its driver is about to exit. A run that died counts as active, because
+        # its driver was killed and Ray has not ended the job yet, so that its workers may still have the devices.
+        if state.status in ("new", "running", "died"):
+            active_runs.append({"path": path, "job": job["submission_id"], **facts})
+    return {"runs": active_runs}
 
 
 OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
 
 
-def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
+def _hand_over(request: dict[str, Any], run: Path, work: Path, is_new: bool) -> dict[str, Any]:
+    """Write the job's files into the run's directory, and submit the job to Ray. Return the reply of `accept`."""
     record = JobRecord.read(run)
     attempt = max(record.attempt if record else 0, RunDir(run).attempt) + 1
     # The job's name is used in URLs and in names of Ray's files.
     job = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{attempt}-{token_hex(3)}"
     write_whole(run / CONFIG, request["config"])
-    if fresh:
+    if is_new:
         write_whole(run / "config.yaml", request["config"])
     (run / SECRETS).unlink(missing_ok=True)
     if request["secrets"]:
@@ -186,10 +189,11 @@ def _must_not_run(request: dict[str, Any], run: Path) -> None:
             raise RunDirError(f"{run} is a run of {record.cluster}: stop it there first, with `rlctl runs stop`")
         return
     try:
-        driven = _http(request, f"/api/jobs/{record.job}")["status"] not in _ENDED
+        is_driven = _http(request, f"/api/jobs/{record.job}")["status"] not in _ENDED
     except FileNotFoundError:
+        # Ray forgot the job, because the cluster was restarted since.
         return
-    if driven:
+    if is_driven:
         raise RunDirError(f"{run} is still running (job {record.job}): watch it with `rlctl runs dash`")
 
 
@@ -234,6 +238,7 @@ def _config_problems(config: str, work: Path, secrets: dict[str, str]) -> list[s
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors or done.returncode == 0:
         return errors
+    # The command crashed: the last line of its traceback says why.
     return lines[-1:]
 
 
@@ -253,8 +258,9 @@ def _mark_ended(run: Path, job: str, ray_job: dict[str, Any]) -> None:
         # The driver has lost Ray's head, but still runs: it records the end itself.
         return
     kinds = [event.get("kind") for event in read_records(run / "events.jsonl")]
-    started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
-    if "run_ended" not in kinds[started:]:
+    # Only the events of the newest attempt count: an earlier attempt may have ended before.
+    attempt_begin = max((index for index, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
+    if "run_ended" not in kinds[attempt_begin:]:
         lines = (ray_job.get("message") or "").strip().splitlines()
         reason = f"its driver is gone: {lines[-1] if lines else ray_job['status']}"
         run_name = shlex.quote(record.called or str(run))

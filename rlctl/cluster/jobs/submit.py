@@ -92,15 +92,19 @@ def submit(target: TargetCluster, order: Submission) -> Path:
     """
     config = order.config
     resume = order.resume
-    home = Path.cwd()
+    working_directory = Path.cwd()
     state = target.state
     if absent := [name for name in order.secrets if name not in os.environ]:
         raise ConfigError([Problem(f"--env {name}", "", "not set in this environment") for name in absent])
-    earlier = JobRecord.read(resume) if resume else None
+    # Path on the head of the run to resume: recorded when it was submitted, or the path here if files are shared.
+    resumed_path = None
+    if resume is not None:
+        earlier_job = JobRecord.read(resume)
+        resumed_path = (earlier_job and earlier_job.remote) or str(resume.resolve())
     request = {
         "cluster": state.name,
-        "resume": None if resume is None else (earlier and earlier.remote) or str(resume.resolve()),
-        "work": str(home),
+        "resume": resumed_path,
+        "work": str(working_directory),
         "files": None,
         "storage": None,
         "called": None,
@@ -109,12 +113,12 @@ def submit(target: TargetCluster, order: Submission) -> Path:
     }
     if target.away:
         request |= {
-            "work": f"{state.storage}/work/{home.name}-{token_hex(3)}",
-            "files": pack(home, named_files(config, home)),
+            "work": f"{state.storage}/work/{working_directory.name}-{token_hex(3)}",
+            "files": pack(working_directory, named_files(config, working_directory)),
             "storage": state.storage,
             "called": str(resume.parent if resume else config["run"]["dir"]),
         }
-    sent_config = portable(config, [home, order.recipes]) if target.away else config
+    sent_config = portable(config, [working_directory, order.recipes]) if target.away else config
     request["config"] = yaml.safe_dump(sent_config, sort_keys=False)
     reply = ask(state, "accept", request)
     if "problems" in reply:

@@ -44,6 +44,7 @@ def named_files(config_value: Any, home: Path) -> list[Path]:
             paths += named_files(inner_value, home)
         return paths
     if isinstance(config_value, str) and config_value.startswith(f"{home}/"):
+        # A value may be file.py:Class.
         path = Path(config_value.partition(":")[0])
         if path.exists():
             return [path]
@@ -76,6 +77,7 @@ def pack(home: Path, config_files: list[Path]) -> str:
 
 
 def _project_files(home: Path) -> Iterator[Path]:
+    """Yield the files in `home` that git tracks or would add; without git, all except hidden ones and runs."""
     listing = ["git", "-C", str(home), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(listing, capture_output=True, text=True, check=False)
@@ -84,6 +86,7 @@ def _project_files(home: Path) -> Iterator[Path]:
     if listed is not None and listed.returncode == 0:
         yield from (home / name for name in listed.stdout.split("\0") if name)
         return
-    for folder, folders, names in os.walk(home):
-        folders[:] = [name for name in folders if name not in _IGNORED_NAMES and not name.startswith(".")]
+    for folder, subfolders, names in os.walk(home):
+        # Changed in place, so that os.walk does not enter the removed subfolders.
+        subfolders[:] = [name for name in subfolders if name not in _IGNORED_NAMES and not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))

@@ -58,7 +58,7 @@ class ClusterRun(FollowedRun):
         return self.record.remote or str(self.run.resolve())
 
     def ask_status(self) -> None:
-        """Ask the head for the job's status. It records the run's end if the driver is gone. Raises ClusterError."""
+        """Make the head look at the job and record the run's end if the driver is gone. Raises ClusterError."""
         ask(self.state, "status", {"job": self.record.job, "run": self.path})
 
     def follow_in_thread(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
@@ -70,15 +70,16 @@ class ClusterRun(FollowedRun):
 
     def watch_job(self, stop: threading.Event) -> None:
         """Ask for the job's status every 5 s until `stop` is set, or until the cluster is silent for too long."""
-        heard = time.monotonic()
+        last_answer = time.monotonic()
         while not stop.wait(_JOB_POLL_S):
             try:
                 self.ask_status()
-                heard = time.monotonic()
+                last_answer = time.monotonic()
             except ClusterError as error:
-                silent = time.monotonic() - heard
-                if silent > _SILENT_S or cluster_of(self.record) is None:
-                    self.lost = f"{self.record.cluster} does not answer for {silent:.0f} s: {error}"
+                silent_s = time.monotonic() - last_answer
+                # A cluster that was taken down on this machine will not answer again.
+                if silent_s > _SILENT_S or cluster_of(self.record) is None:
+                    self.lost = f"{self.record.cluster} does not answer for {silent_s:.0f} s: {error}"
                     return
 
     def mirror(self, stop: threading.Event) -> None:
@@ -87,15 +88,15 @@ class ClusterRun(FollowedRun):
             self.copy(stop, follow=True)
             stop.wait(_RETRY_S)
 
-    def copy(self, stop: threading.Event, follow: bool, end: float | None = None) -> None:
-        """Copy the run's files to this machine, unless another process is copying them."""
+    def copy(self, stop: threading.Event, follow: bool, deadline: float | None = None) -> None:
+        """Copy the run's files to this machine, unless another process is copying them. follow: copy growth too."""
         with suppress(OSError), try_lock(self.run) as is_locked:
             if is_locked:
-                texts = {name: (self.run / name).read_bytes() for name in _FILES if (self.run / name).is_file()}
-                have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
+                copies = {name: (self.run / name).read_bytes() for name in _FILES if (self.run / name).is_file()}
+                have = {name: (len(copy), hashlib.sha256(copy).hexdigest()) for name, copy in copies.items()}
                 request = {"folder": self.record.remote, "files": _FILES, "have": have, "follow": follow}
                 process = self.state.host_of(self.state.head).follow("mirror.run", request, stdout=subprocess.PIPE)
-                copy_until(process, self.run, stop, end)
+                copy_until(process, self.run, stop, deadline)
 
 
 def cluster_of(record: JobRecord) -> ClusterState | None:
@@ -142,6 +143,7 @@ def refresh_run(run: Path) -> None:
     state = cluster_of(record)
     if state is None:
         if record.remote:
+            # This copy gets no more events: without this one the run would look active for ever.
             reason = f"cluster {record.cluster} is not up; what is known of it is from before"
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=[])
         return
@@ -149,12 +151,13 @@ def refresh_run(run: Path) -> None:
     with suppress(ClusterError):
         followed.ask_status()
     if record.remote:
-        followed.copy(threading.Event(), follow=False, end=time.monotonic() + _SYNC_S)
+        followed.copy(threading.Event(), follow=False, deadline=time.monotonic() + _SYNC_S)
 
 
 def refresh_open_run(run: Path) -> str:
     """Update a run that a job drives, unless it has ended. Return why it cannot be read, or an empty text."""
     try:
+        # A run that died is read again too: its driver is gone, but the head has not recorded the end yet.
         if (run / "job.json").is_file() and read_state(run).status in ("new", "running", "died"):
             refresh_run(run)
     except RunDirError as error:
@@ -170,15 +173,16 @@ def stop_run(run: Path, state: RunState) -> bool:
     Raises ClusterError if the job's cluster does not answer, and NotStopped if no signal reaches a local driver.
     """
     record = JobRecord.read(run)
-    now = any(event.get("asked_to_stop") is True for event in state.events_of_attempt())
+    at_once = any(event.get("asked_to_stop") is True for event in state.events_of_attempt())
     if record is None:
+        # The driver itself stops at once when it gets a second signal.
         stop_driver(run.name, state.start)
-        return now
+        return at_once
     cluster = cluster_of(record)
     if cluster is None:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
-    ask(cluster, "stop", {"job": record.job, "run": ClusterRun(run, record, cluster).path, "now": now})
-    return now
+    ask(cluster, "stop", {"job": record.job, "run": ClusterRun(run, record, cluster).path, "now": at_once})
+    return at_once
 
 
 def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool, lines: int) -> int:
@@ -203,17 +207,19 @@ def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool
         running.kill()
 
 
-def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
-    """Write the pieces of files that `mirror.run` prints into `run`, until it ends, `stop` is set, or the time is
-    `end`.
+def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, deadline: float | None) -> None:
+    """Copy files into the folder `run`: write each piece of a file that `process` prints, the program `mirror.run`.
+
+    Copying ends when the process ends. The process is killed when `stop` is set, or at `deadline` (time.monotonic).
     """
 
-    def kill_in_time() -> None:
+    def kill_when_due() -> None:
         while process.poll() is None:
-            if stop.wait(0.2) or (end is not None and time.monotonic() > end):
+            if stop.wait(0.2) or (deadline is not None and time.monotonic() > deadline):
                 process.kill()
 
-    threading.Thread(target=kill_in_time, daemon=True).start()
+    # A thread, because the loop below waits for lines and ends only when the killed process closes its output.
+    threading.Thread(target=kill_when_due, daemon=True).start()
     assert process.stdout
     with process.stdout as lines:
         for line in lines:

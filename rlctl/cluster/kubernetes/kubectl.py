@@ -108,9 +108,11 @@ def is_ready(pod: dict[str, Any]) -> bool:
 def waits_for(pod: dict[str, Any]) -> str:
     """Return in one line why the pod is not ready."""
     status = pod.get("status", {})
+    # First an error of a container, then the scheduler's reason, then the pod's phase.
     for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
         for state in (container.get("state", {}), container.get("lastState", {})):
             detail = state.get("waiting") or state.get("terminated")
+            # These reasons are steps of a usual start.
             if detail and detail.get("reason") not in ("PodInitializing", "ContainerCreating", "Completed", None):
                 return f"{detail['reason']}: {detail.get('message', '')}".strip(": ").splitlines()[0]
     for condition in status.get("conditions", []):

@@ -40,8 +40,8 @@ class KubernetesLauncher(Launcher):
         )
         self._say("doing", "asking Kubernetes")
         # With these options the server validates the whole manifest and applies nothing.
-        options = ("--dry-run=server", "--validate=strict", "--filename=-")
-        _kubectl(state).run("apply", *options, stdin=as_yaml(ray_cluster(config)))
+        check_options = ("--dry-run=server", "--validate=strict", "--filename=-")
+        _kubectl(state).run("apply", *check_options, stdin=as_yaml(ray_cluster(config)))
         if _kubectl(state).get("raycluster", name):
             problem = f"there is a RayCluster {name} already, which is not ours: set another name=..."
             raise ClusterError(f"{problem}, or kubectl delete raycluster {name}")
@@ -86,6 +86,7 @@ class KubernetesLauncher(Launcher):
         return ClusterStatus(statuses, warnings)
 
     def quick_condition(self, state: ClusterState) -> str:
+        # Nothing on this machine knows it, and Kubernetes may take seconds to answer.
         return "up"
 
     def stop(self, state: ClusterState) -> list[str]:
@@ -115,7 +116,9 @@ class KubernetesLauncher(Launcher):
         return command, f"the dashboard and job API, at http://127.0.0.1:{DASHBOARD_PORT}"
 
     def _wait_for_pods(self, kubectl: Kubectl, count: int, deadline_s: float) -> None:
+        """Wait until `count` pods are ready, and report each new reason to wait. Raises ClusterError."""
         begin = time.monotonic()
+        # Name of a pod -> reason that was reported last.
         reported_reasons: dict[str, str] = {}
         ready: set[str] = set()
         while len(ready) < count:

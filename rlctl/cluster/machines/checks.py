@@ -19,6 +19,7 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     """Check every host. Return the places for nodes, the head first, and warnings. Raises ClusterError if too few are
     fit.
     """
+    # The empty name is this machine.
     names = [""] if isinstance(config, LocalCluster) else config.hosts
     min_hosts = config.min_hosts if isinstance(config, SshCluster) else None
     replies = _check_hosts(config, names, [config.port, config.dashboard_port], say)
@@ -41,28 +42,35 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
-    """Check the hosts of lost nodes. Return node name -> place, for fit hosts. python: Python version of the head."""
+    """Check the hosts of lost nodes. Return node name -> place, for each node whose host is fit.
+
+    python: Python version of the head.
+    """
     replies = _check_hosts(config, sorted({node.host for node in nodes}), [], say)
     places = {}
     for node in nodes:
         reply = replies.get(node.host)
         if reply is None:
+            # The host is unfit, as `_check_hosts` has said.
             continue
         if minor(reply["python"]) != minor(python):
             say("bad", f"{node.name}: wrong Python {reply['python']}: the head has {python}, and Ray wants one for all")
             continue
-        places[node.name] = _host_place(node.name, node.host, reply["address"] if node.host else node.address, reply)
+        # A node on this machine keeps its address: only a host over ssh reports one.
+        address = reply["address"] if node.host else node.address
+        places[node.name] = _host_place(node.name, node.host, address, reply)
     return places
 
 
 def _host_place(name: str, host: str, address: str, reply: dict[str, Any]) -> Place:
+    """Return the place for the node `name` on a host. reply: the host's reply of `remote_scripts/check.py`."""
     return Place(
         name=name,
         host=host,
         address=address,
         root=reply["root"],
-        shm=reply["shm"],
-        dashboard=reply["dashboard"],
+        shm_bytes=reply["shm"],
+        has_dashboard=reply["dashboard"],
     )
 
 

@@ -61,7 +61,7 @@ class MachineLauncher(Launcher):
         starter = self._starter(config, state, self._places)
         if starter.start([state.head]):
             raise ClusterError(f"the head did not start, {logs}")
-        warnings = [] if self._places[0].dashboard else [NO_DASHBOARD.format(where="head")]
+        warnings = [] if self._places[0].has_dashboard else [NO_DASHBOARD.format(where="head")]
         failed = starter.start([node for node in state.nodes if not node.head])
         if not failed:
             return warnings
@@ -95,6 +95,7 @@ class MachineLauncher(Launcher):
         # Use the config with which the cluster was started: a new one would not change the other nodes.
         config = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
         lost = [node_status.node for node_status in status.nodes[1:] if node_status.condition in ("gone", "not joined")]
+        # If Ray on the head does not answer, no node could join, and living nodes count as "not joined" too.
         if not lost or not status.nodes[0].in_ray:
             return []
         self._say("warning", f"{_node_names(lost)} gone: starting again, the other nodes are left as they are")
@@ -106,7 +107,8 @@ class MachineLauncher(Launcher):
                 stop_nodes(self._store, state, self._say, lost)
                 self._forget_processes(state, lost)
             raise
-        num_up = sum(node_status.condition == "up" for node_status in status.nodes) + len(lost) - len(failed)
+        num_restarted = len(lost) - len(failed)
+        num_up = sum(node_status.condition == "up" for node_status in status.nodes) + num_restarted
         if failed and num_up < _fewest_nodes(config, state):
             remedy = f"all they wrote: rlctl cluster logs {state.name}; then again: rlctl cluster up"
             raise ClusterError(f"{_node_names(failed)} did not come back, the other nodes stay up; {remedy}")
@@ -116,6 +118,7 @@ class MachineLauncher(Launcher):
         uncleared = stop_nodes(self._store, state, self._say, state.nodes)
         if uncleared:
             state.nodes = [node for node in state.nodes if node.name in uncleared]
+            # Every state has a head, which `ClusterState.head` returns: another node is named so if the head is gone.
             if not any(node.head for node in state.nodes):
                 state.nodes[0].head = True
         return uncleared
@@ -143,9 +146,11 @@ class MachineLauncher(Launcher):
     def _start_again(
         self, config: MachineCluster, state: ClusterState, lost: list[ClusterNode], python: str
     ) -> list[ClusterNode]:
-        """Restart lost nodes. Return the nodes that did not come up."""
-        stuck = stop_nodes(self._store, state, self._say, lost)
-        places = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
+        """Restart lost nodes. Return the nodes that did not come up. python: Python version of the head."""
+        # A lost node may have left processes: they must end before a new node starts there.
+        stuck_names = stop_nodes(self._store, state, self._say, lost)
+        stopped = [node for node in lost if node.name not in stuck_names]
+        places = places_again(config, stopped, python, self._say)
         startable = [node for node in lost if node.name in places]
         for node in startable:
             node.folder = f"{places[node.name].root}/{node_folder_name()}"
@@ -166,6 +171,7 @@ class MachineLauncher(Launcher):
         )
 
     def _forget_processes(self, state: ClusterState, nodes: list[ClusterNode]) -> None:
+        """Save in the state that no process of these nodes runs."""
         for node in nodes:
             node.pid = 0
             node.start_id = ""

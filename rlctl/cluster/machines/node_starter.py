@@ -38,12 +38,13 @@ class NodeStarter:
         self._token = store.token()
 
     def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
-        """Start nodes and wait until they are up. Try those once more that were too slow. Return the failed nodes."""
+        """Start nodes and wait until they are up. Retry once the nodes that were too slow. Return the failed nodes."""
         failed = self._start_nodes(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
             self._say("warning", f"{', '.join(node.name for node in slow)}: Ray was too slow to start; once more")
             stop_nodes(self._store, self._state, self._say, slow)
+            # In a new folder: `start` of node.py creates it, and the old one may not be removed.
             for node in slow:
                 node.folder = f"{self._places[node.name].root}/{node_folder_name()}"
                 node.pid = 0
@@ -82,7 +83,8 @@ class NodeStarter:
         failed = {}
         calls = []
         for node in nodes:
-            port = self._state.dashboard if node.head and self._places[node.name].dashboard else None
+            # Only the head serves the dashboard. Other nodes check meanwhile that the head answers.
+            port = self._state.dashboard if node.head and self._places[node.name].has_dashboard else None
             head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]
             request = {**node.process, "port": port, "head": head, "deadline_s": self._config.start_timeout_s}
             calls.append((self._state.host_of(node), "node.wait", request))
@@ -93,12 +95,14 @@ class NodeStarter:
                     failed[node.name] = str(answer) if isinstance(answer, HostError) else answer["why"]
                     continue
                 if node.head and not answer["dashboard"]:
+                    # 0: the cluster has no dashboard, and takes no jobs.
                     self._state.dashboard = 0
                 where = f", at {self._state.address}" if node.head else ""
                 self._say("ok", f"{node.name}: up in {time.monotonic() - begin:.1f} s{where}")
         return failed
 
     def _record_node(self, node: ClusterNode, started: dict[str, Any]) -> None:
+        """Write a started node's process into the state. started: reply of `start` of `remote_scripts/node.py`."""
         node.folder = started["folder"]
         node.pid = started["pid"]
         node.start_id = started["start_id"]
@@ -110,6 +114,7 @@ class NodeStarter:
 def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[ClusterNode]) -> list[str]:
     """Stop nodes, the head after the others. Return the names of nodes that could not be stopped."""
     uncleared: list[str] = []
+    # Two waves: the nodes of a wave stop at the same time.
     for wave in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
         if not wave:
             continue

@@ -22,7 +22,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
     now = time.time()
     root = folder_root()
     gpus, driver = nvidia("name")
-    server = ("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
+    dashboard_packages = ("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
     # SSH_CONNECTION is "client address, client port, own address, own port". Other hosts can reach the own address too.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
@@ -30,7 +30,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
         "time": now,
         "psutil": version("psutil"),
         "rlctl": version("rlctl") or ("unknown" if find_spec("rlctl") else None),
-        "dashboard": all(find_spec(name) is not None for name in server),
+        "dashboard": all(find_spec(name) is not None for name in dashboard_packages),
         "cores": os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "root": root,
@@ -43,6 +43,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
 
 
 def folder_root() -> "str | None":
+    """Return the folder for temporary files, or /tmp if its path is too long; None if no such folder can be used."""
     try:
         root = tempfile.gettempdir()
     except OSError:
@@ -51,7 +52,7 @@ def folder_root() -> "str | None":
 
 
 def is_free(port: int) -> bool:
-    # Test all interfaces: a listener on any of them could make Ray fail.
+    # Test all interfaces: a listener on any of them could make Ray fail. A host without IPv6 gives another error.
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family) as probe:
@@ -93,5 +94,6 @@ def nvidia(*fields: str) -> "tuple[list[list[str]], str | None]":
     except subprocess.TimeoutExpired:
         return [], "does not answer"
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode().splitlines()]
+    # Other lines are messages of nvidia-smi.
     rows = [row for row in rows if len(row) == 1 + len(fields)]
     return [row[1:] for row in rows], rows[0][0] if rows else None

@@ -30,11 +30,13 @@ def run(request: dict[str, Any]) -> None:
     parent = os.getppid()
     node_folder = request["folder"]
     folders = [kept_logs(request)]
+    # The node's own folder exists until the node is stopped. Then only the kept logs are left.
     if node_folder and os.path.isdir(node_folder):
         folders = [node_folder, os.path.join(node_folder, "r", "session_latest", "logs")]
     if not os.path.isdir(folders[0]):
         print("{}: no logs".format(request["node"]))
         return
+    # Only a request with suffixes is for a run, whose processes have names.
     names = process_names(folders) if request.get("suffixes") else []
     if request.get("process") and request["process"] not in names:
         allowed = "there are {}".format(", ".join(names)) if names else "there are none yet"
@@ -45,22 +47,24 @@ def run(request: dict[str, Any]) -> None:
         allowed = "; there are {}".format(", ".join(sorted(set(nodes.values())))) if nodes else ": it is on one node"
         sys.stderr.write("error: {} has no node {}{}\n".format(request["node"], request["on_node"], allowed))
         sys.exit(2)
-    places: dict[str, int] = {}
+    # Path -> number of bytes that were read.
+    read_bytes: dict[str, int] = {}
     for path in paths(folders, request):
         with open(path, "rb") as file:
             text = file.read().decode(errors="replace")
-            places[path] = file.tell()
+            read_bytes[path] = file.tell()
         say(nodes, request, path, text.splitlines()[-request["lines"] :])
-    if names and not places and not request["follow"]:
+    if names and not read_bytes and not request["follow"]:
         processes = request.get("process") or ", ".join(names)
         print("{}: {} wrote nothing".format(request["node"], processes))
     while request["follow"] and os.getppid() == parent:
         for path in paths(folders, request):
             with open(path, "rb") as file:
-                file.seek(places.get(path, 0))
+                file.seek(read_bytes.get(path, 0))
                 new_bytes = file.read()
+            # An unfinished line is read again when it is whole.
             whole_lines = new_bytes[: new_bytes.rfind(b"\n") + 1]
-            places[path] = places.get(path, 0) + len(whole_lines)
+            read_bytes[path] = read_bytes.get(path, 0) + len(whole_lines)
             say(nodes, request, path, whole_lines.decode(errors="replace").splitlines())
         time.sleep(0.5)
 
@@ -83,11 +87,13 @@ def nodes_in(folder: str) -> "dict[str, str]":
 
 
 def node_of(nodes: "dict[str, str]", path: str) -> "str | None":
+    """Return the node of the process that wrote a log; None if the run is on one node."""
     name = os.path.basename(path)
     return nodes.get(name[: -len(".log")], nodes.get("driver"))
 
 
 def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
+    """Return the paths of the logs that the request asks for, except empty files."""
     suffixes = tuple(request.get("suffixes") or SUFFIXES)
     process = request.get("process")
     nodes = nodes_in(folders[0])
@@ -108,6 +114,7 @@ def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
 
 
 def say(nodes: "dict[str, str]", request: dict[str, Any], path: str, lines: "list[str]") -> None:
+    """Print lines of a log, each after the names of its node and file."""
     name = os.path.basename(path)
     node = node_of(nodes, path) or request["node"]
     safe_lines = list[str]()

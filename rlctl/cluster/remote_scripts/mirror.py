@@ -19,12 +19,13 @@ _MIRROR_POLL_S = 0.3
 
 def run(request: "dict[str, Any]") -> None:
     parent = os.getppid()
+    # Name of a file -> (inode, number of bytes that the reader has).
     places = {}
     for name, (size, digest) in request["have"].items():
         places[name] = place_of(os.path.join(request["folder"], name), size, digest)
     while os.getppid() == parent:
         for name in request["files"]:
-            places[name] = say(os.path.join(request["folder"], name), name, places.get(name, (0, 0)))
+            places[name] = print_growth(os.path.join(request["folder"], name), name, places.get(name, (0, 0)))
         sys.stdout.write("\n")
         sys.stdout.flush()
         if not request["follow"]:
@@ -33,33 +34,36 @@ def run(request: "dict[str, Any]") -> None:
 
 
 def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
-    """Return (inode, offset) from which to print for a reader that has `size` bytes; offset 0 if they differ from the
-    file's.
+    """Return (inode, offset) from which to print for a reader that has `size` bytes.
+
+    digest: SHA-256 of these bytes. If the file begins with other bytes, the inode is -1, which no file has, so that the
+    file counts as replaced. Without a file it is 0.
     """
     try:
         with open(path, "rb") as file:
-            same = hashlib.sha256(file.read(size)).hexdigest() == digest
-            return (os.fstat(file.fileno()).st_ino, size) if same else (-1, 0)
+            is_same = hashlib.sha256(file.read(size)).hexdigest() == digest
+            return (os.fstat(file.fileno()).st_ino, size) if is_same else (-1, 0)
     except FileNotFoundError:
         return 0, 0
 
 
-def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
+def print_growth(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
     """Print the bytes of the file after `place`, which is (inode, offset). Return the new place."""
     inode, offset = place
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            first = status.st_ino != inode or status.st_size < offset
-            file.seek(0 if first else offset)
+            is_first = status.st_ino != inode or status.st_size < offset
+            file.seek(0 if is_first else offset)
             offset = file.tell()
-            if first and not status.st_size and inode:
+            # The file was replaced by an empty one, which has no piece: print an empty piece, to empty the reader's.
+            if is_first and not status.st_size and inode:
                 sys.stdout.write(json.dumps({"file": name, "data": "", "first": True}) + "\n")
             while chunk := file.read(_CHUNK):
-                line = {"file": name, "data": base64.b64encode(chunk).decode(), "first": first}
+                line = {"file": name, "data": base64.b64encode(chunk).decode(), "first": is_first}
                 sys.stdout.write(json.dumps(line) + "\n")
                 offset += len(chunk)
-                first = False
+                is_first = False
             return status.st_ino, offset
     except FileNotFoundError:
         return place

@@ -82,11 +82,12 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
     # `stop` reads this file, in case the reply never reaches the caller.
     with open(os.path.join(folder, "node.json"), "w") as file:
         json.dump(started, file)
-    values = dict(argument.strip("-").split("=", 1) for argument in arguments if "=" in argument)
-    return {**started, "ports": {name: int(values[name]) for name in ("port", "dashboard-port") if name in values}}
+    options = dict(argument.strip("-").split("=", 1) for argument in arguments if "=" in argument)
+    return {**started, "ports": {name: int(options[name]) for name in ("port", "dashboard-port") if name in options}}
 
 
 def wait(request: dict[str, Any]) -> dict[str, Any]:
+    # The wait ends with its caller: this process then has another parent.
     parent = os.getppid()
     last_answer = time.monotonic()
     end = last_answer + request["deadline_s"]
@@ -95,7 +96,7 @@ def wait(request: dict[str, Any]) -> dict[str, Any]:
         with open(log, errors="replace") as file:
             text = file.read()
         if "Ray runtime started" in text:
-            return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
+            return {"ready": True, "why": "", "dashboard": wait_for_port(request["port"], request, end)}
         if not lives(request):
             return failure_reply(reason(text))
         # Ray's processes do not report the following failures. They would wait for each other until the deadline.
@@ -124,7 +125,8 @@ def answers(host: str, port: int) -> bool:
         return False
 
 
-def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
+def wait_for_port(port: Any, request: dict[str, Any], end: float) -> bool:
+    """Wait until a port of this machine answers. Return False without a port, at `end`, or if the node has ended."""
     while port and time.monotonic() < end and lives(request):
         if answers("127.0.0.1", port):
             return True
@@ -134,9 +136,10 @@ def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
 
 def reason(text: str) -> str:
     """Return the line of a log that best explains why the process ended: the last exception, else the last line."""
+    # In a line of Ray's log, the text comes after time, level and file, and " -- ".
     lines = [line.split(" -- ")[-1].strip() for line in text.splitlines() if line.strip()]
-    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
-    return (raised or lines or ["its log is empty"])[-1]
+    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (exceptions or lines or ["its log is empty"])[-1]
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
@@ -177,9 +180,9 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
     folder = request["folder"]
     processes = family(folder)
+    # Only `ray start` is asked to end, if it lives: it ends the other processes in order. The rest is killed.
     parents = [process for process in processes if is_parent(process, folder)]
     tell(parents or processes, signal.SIGTERM)
-    # The parent ends the other processes. Those that are left are killed.
     _, alive = psutil.wait_procs(processes, timeout=TERM_S)
     tell({*alive, *family(folder)}, signal.SIGKILL)
     _, alive = psutil.wait_procs(family(folder), timeout=KILL_S)
@@ -188,9 +191,11 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     except OSError:
         # If the home is full or read-only, no logs are kept, and the node is removed nevertheless.
         logs = None
+    # Semaphores that the killed processes could not remove: their names have the pid.
     for process in processes:
         for path in glob.glob(f"/dev/shm/sem.*{process.pid}-*"):
             os.unlink(path)
+    # A process that is ending may still write into the folder, so that one removal can fail.
     for _ in range(20):
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
@@ -231,11 +236,13 @@ def session_of(folder: str) -> int:
         pid = int(started["pid"])
     except (OSError, ValueError, KeyError):
         return 0
-    # The kernel does not reuse a session's id while any process of the session lives.
+    # If no process has this pid, the first process has ended, and others of its session may live: the kernel does not
+    # reuse a session's id before all have ended.
     return pid if not start_id(pid) or lives({"folder": folder, **started}) else 0
 
 
 def is_parent(process: psutil.Process, folder: str) -> bool:
+    """Return True for the node's first process, `ray start --block`, the parent of the others."""
     try:
         command = process.cmdline()
     except psutil.Error:
@@ -244,13 +251,14 @@ def is_parent(process: psutil.Process, folder: str) -> bool:
     return "--block" in command and os.path.join(folder, "r") in command
 
 
-def tell(processes: Any, number: int) -> None:
+def tell(processes: Any, signal_number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
+            process.send_signal(signal_number)
 
 
 def keep_logs(request: dict[str, Any]) -> Any:
+    """Copy the node's logs to the folder `kept_logs`, and return it; None if the node wrote none."""
     folder = request["folder"]
     sources = [os.path.join(folder, "start.log"), os.path.join(folder, "r", "session_latest", "logs")]
     if not any(map(os.path.exists, sources)):

@@ -39,6 +39,7 @@ def main(folder: Path) -> int:
     index = int(os.environ["SLURM_NODEID"])
     name = os.environ["SLURMD_NODENAME"]
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    # SystemExit leads to the clean-up below, and to an exit code that does not end the other nodes.
     for number in ENDINGS:
         signal.signal(number, lambda *_: sys.exit(0))
     report = Report(folder / "nodes" / f"{index}.json")
@@ -49,6 +50,7 @@ def main(folder: Path) -> int:
         report.write(why=f"{type(error).__name__}: {error}")
         return 1
     finally:
+        # A second signal must not interrupt the clean-up.
         for number in ENDINGS:
             signal.signal(number, signal.SIG_IGN)
         if "folder" in report.facts:
@@ -82,6 +84,7 @@ def live(folder: Path, plan: dict[str, Any], index: int, report: Report, place: 
         time.sleep(1)
     log = Path(report.facts["folder"], "start.log").read_text(encoding="utf-8", errors="replace")
     report.write(why=f"its Ray node ended: {node.reason(log)}")
+    # Only the head's end ends the job.
     return int(is_head)
 
 
@@ -124,10 +127,10 @@ def wait_for_head(report: Path, deadline_s: float) -> str:
 
 
 def own_address(name: str, head: str) -> str:
-    """Return the address at which other nodes reach this one.
+    """Return the address at which other nodes reach this one. head: host:port of the head; empty on the head itself.
 
-    The head has that of its host name, if it is not loopback. Else it is the address used for connections to the head,
-    or to the outside.
+    On the head this is the address of its host name, unless that is loopback: then the address that it uses for
+    connections to the outside. On another node this is the address that it uses for connections to the head.
     """
     if not head:
         for candidate in (name, socket.gethostname()):
@@ -137,6 +140,7 @@ def own_address(name: str, head: str) -> str:
                 continue
             if not address.startswith("127."):
                 return address
+    # 192.0.2.1 is an address for documentation: it is outside every network.
     host, port = head.rsplit(":", 1) if head else ("192.0.2.1", "9")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

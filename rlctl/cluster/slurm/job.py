@@ -63,10 +63,11 @@ def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
     """
     gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
     config = replace(config, num_gpus=gpus)
+    # Two placeholder nodes. Their hosts differ, so that each counts as the first node of its host.
     head_node = ClusterNode(name="{name}", host="{head}", folder="", head=True, address="{address}")
     other_node = ClusterNode(name="{name}", host="{other}", folder="", head=False, address="{address}")
     state = replace(state, address="{head}", nodes=[head_node, other_node])
-    place = Place(name="{name}", host="", address="{address}", root="", shm=0, dashboard=True)
+    place = Place(name="{name}", host="", address="{address}", root="", shm_bytes=0, has_dashboard=True)
     head_request = start_request(config, state, head_node, place, "")
     other_request = start_request(config, state, other_node, place, "")
     if config.num_cpus is None:
@@ -131,14 +132,15 @@ class JobFolder:
         if missing := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
             return f"not found on the nodes: {missing[1] or missing[2]}; set python=... to one that has ray and rlctl"
         # Slurm's own lines come last and are not useful.
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
-        return lines[-1] if lines else ""
+        useful_lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
+        return useful_lines[-1] if useful_lines else ""
 
     def cleanup_problems(self) -> list[str]:
         """Return a line for each node that did not report a full clean-up. Call it when the job has ended."""
         lines = []
         for report in self.reports().values():
             if "folder" not in report:
+                # The task ended before it started a Ray node.
                 continue
             if "ended" not in report:
                 lines.append(f"{report['name']}: ended without clearing up: look for {report['folder']} there")

@@ -73,6 +73,7 @@ class SlurmLauncher(Launcher):
     def status(self, state: ClusterState) -> ClusterStatus:
         self._store.check_token(state)
         job = queue.look_up(state.job) if state.job else queue.Job("", "PENDING", "not submitted yet")
+        # Without a host of the head, no node has reported that it is ready.
         if job.waits or (job.runs and not state.head.host):
             progress = f"job {job.id} starts its nodes"
             if job.waits:
@@ -82,6 +83,7 @@ class SlurmLauncher(Launcher):
             remedy = f"clear up: rlctl cluster down {state.name}"
             return ClusterStatus([NodeStatus(node) for node in state.head_first], [f"{job.ending}; {remedy}"])
         status = ask_nodes(state)
+        # Slurm writes less than an hour as minutes:seconds. After the first colon of a longer time comes no number.
         minutes, _, seconds = job.time_left.partition(":")
         if seconds.isdecimal() and int(minutes) < _SOON_MINUTES:
             status.warnings.append(f"job {job.id} ends in {job.time_left} minutes: its time limit")
@@ -151,6 +153,7 @@ class SlurmLauncher(Launcher):
             self._say("doing", f"starting {count - len(ready)} of {count} nodes")
             for index, report in sorted(reports.items()):
                 self._check_node(config, report)
+                # Nodes join after the head, but a network file system may show their reports first.
                 if report.get("ready") and index not in ready and (index == 0 or 0 in ready):
                     ready.add(index)
                     self._record_node(state, index, report)
@@ -173,6 +176,7 @@ class SlurmLauncher(Launcher):
         if report.get("found") is not None:
             # Clocks are not checked, because Slurm itself refuses messages between hosts with different clocks.
             node_problems = problems(report["found"], config.min_disk_gib)
+        # An unfit host explains a failed start, so the reason of the failure is not added.
         if report.get("why"):
             node_problems = node_problems or [f"did not start: {report['why']}"]
         for problem in node_problems:
@@ -190,30 +194,32 @@ class SlurmLauncher(Launcher):
         self._store.save(state)
 
     def _must_run(self, state: ClusterState, job: queue.Job, remedy: str = "") -> None:
+        """Raise ClusterError with the reason if the job has ended. remedy: end of the message."""
         if not job.runs:
             ending = job.ending
             if last_words := JobFolder(state.shared).last_words():
                 ending += f": {last_words}"
             raise ClusterError(f"{ending}; nothing is left running{remedy}")
 
-    def _cancel(self, jobs: list[str]) -> list[str]:
+    def _cancel(self, job_ids: list[str]) -> list[str]:
         """Cancel jobs and wait until they have ended. Return the names of jobs that have not."""
 
         def select_living(job_ids: list[str]) -> list[str]:
             jobs = map(queue.look_up, job_ids)
             return [job.id for job in jobs if job.runs or job.waits]
 
-        living = select_living(jobs)
-        if living:
-            self._say("doing", f"cancelling job {', '.join(living)}")
-            queue.cancel(living)
+        living_ids = select_living(job_ids)
+        if living_ids:
+            self._say("doing", f"cancelling job {', '.join(living_ids)}")
+            queue.cancel(living_ids)
         end = time.monotonic() + _STOP_S
-        while living and time.monotonic() < end:
+        while living_ids and time.monotonic() < end:
             time.sleep(1)
-            living = select_living(living)
-        for job in living:
-            self._say("bad", f"job {job} has not ended {_STOP_S:g} s after scancel: see `scontrol show job {job}`")
-        return [f"job {job}" for job in living]
+            living_ids = select_living(living_ids)
+        for job_id in living_ids:
+            remedy = f"see `scontrol show job {job_id}`"
+            self._say("bad", f"job {job_id} has not ended {_STOP_S:g} s after scancel: {remedy}")
+        return [f"job {job_id}" for job_id in living_ids]
 
     def _new_names(self, config: SlurmCluster) -> tuple[str, str]:
         """Return a new job name, and the path of its shared folder."""

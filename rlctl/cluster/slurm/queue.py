@@ -85,22 +85,25 @@ def find(job_name: str) -> list[str]:
 
 
 def look_up(job: str) -> Job:
-    """Return a job's current status. A job that Slurm does not know has ended. Raises ClusterError if Slurm does not
-    answer.
+    """Return a job's current status. A job that Slurm does not know has ended.
+
+    Ask squeue first. It knows a job until some minutes after its end. Then ask sacct, the site's accounting. Raises
+    ClusterError if squeue does not answer.
     """
     options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
         if queue_row := _run_command(_SLURM_ANSWER_S, "squeue", *options).strip():
-            # If this version of Slurm omits a column, the default of `Job` is used.
+            # The columns are the fields of `Job` after the id. If this version of Slurm omits one, its default is used.
             columns = queue_row.splitlines()[0].split("|")
             return Job(job, *columns)
     except ClusterError as error:
+        # squeue has forgotten the job.
         if "Invalid job id" not in str(error):
             raise
-    # sacct knows ended jobs for longer, if the site uses accounting.
     try:
         account_row = _run_command(_SLURM_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
+        # Many sites have no accounting.
         account_row = ""
     state, _, reason = account_row.partition("|")
     return Job(job, state or "forgotten by Slurm", reason)
