@@ -42,7 +42,7 @@ settings.load_profile("rlctl")
 
 
 SYSTEM, FAULTS = Path(__file__).parent / "system", Path(__file__).parent / "faults"
-# Groups of files that run in one process, because they share an import of vLLM, which takes 10 s of CPU.
+# Groups of files that run in one process, to import vLLM only once. The import takes 10 s of CPU.
 TOGETHER = {
     "vllm": (
         "tests/unit/generation/vllm/",

@@ -1,4 +1,4 @@
-"""An engine with other adapters than the trainer sent is named and rebuilt. No prefix of older ones is served."""
+"""An engine that serves other adapters than the trainer sent is named and rebuilt. Its prefix cache is not reused."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,7 +27,7 @@ from tests.zoo import make_family
 
 DEADLINE = 600.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-# Longer than a block of the cache.
+# Prompt of all requests, longer than a block of the prefix cache.
 SHARED = [12] * 70
 WORKER = "tests.system.engine_workers.FaultyWorker"
 KIND = EngineKind(partial(make_vllm_engine, extension=WORKER), environment, VllmOptions)
@@ -71,7 +71,7 @@ def test_one_of_two_engines_that_kept_its_adapters_is_named_and_rebuilt(
         assert "it proves version 1 with " in losses[0]["reason"]
         log_probs = [sample(engine, greedy(PROMPTS, 12)).log_probs for engine in pool.engines]
         assert np.array_equal(log_probs[0], log_probs[1])
-        # Delivered twice is delivered once.
+        # A second sync of the same version changes nothing.
         pool.sync(2)
         assert np.array_equal(sample(pool.engines[0], greedy(PROMPTS, 12)).log_probs, log_probs[0])
     finally:

@@ -1,4 +1,7 @@
-"""Runs of agents whose agents, environment processes, engine and driver are killed: nobody lost, nobody twice, no 0."""
+"""Runs of agents survive kills of agents, environment processes, engine and driver.
+
+No task is lost or trained twice, and no killed agent gets a reward of 0.
+"""
 
 import random
 import sys
@@ -18,7 +21,8 @@ ROWS = 40
 ROLLOUTS = 4
 TURNS = 3
 STEPS = 6 * KILLS
-# Without an SDK, which takes longer to import than the episode. Turns last, so that every kill finds an agent.
+# Agent without an SDK, whose import would take longer than the episode. Its turns take long, so that each kill finds a
+# running agent.
 AGENT = f"""
 import json, os, time
 from urllib.request import Request, urlopen
@@ -44,7 +48,7 @@ ASYNCHRONOUS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", f
 
 
 def kill_an_agent(run: Run, moments: random.Random) -> None:
-    """Kill a command of the run, once there is one. An agent that ends before the blow is no victim: take the next."""
+    """Wait for a running agent command, and kill it. If the agent ends before the kill, take the next one."""
 
     def has_killed() -> bool:
         family = psutil.Process(run.process.pid).children(recursive=True)
@@ -65,7 +69,7 @@ AGENT_BLOWS = (kill_an_agent, *BLOWS)
 
 
 def check_groups(run: Run, age: int) -> int:
-    """Check that trained groups have all of their rollouts, whole, with the agent's value. Return the failed tries."""
+    """Check that trained groups have all rollouts, whole and with the agent's value. Return how many tries failed."""
     failures = 0
     for record in read(run.path / "rollouts.jsonl"):
         if record["kind"] != "group":
@@ -74,7 +78,7 @@ def check_groups(run: Run, age: int) -> int:
         for rollout in record["rollouts"]:
             failures += rollout["episode"]["failures"]
             assert (rollout["episode"]["ending"], rollout["episode"]["turns"]) == ("done", TURNS)
-            # The agent gives at least 1: a 0 would be nobody's.
+            # The agent returns at least 1, so a 0 would be the reward of a killed agent.
             assert rollout["reward"] >= 1
             assert [is_sampled for _, is_sampled in rollout["text"]] == [False, True] * TURNS
             assert all(record["step"] - 1 - int(version) in range(age + 1) for version in rollout["versions"])

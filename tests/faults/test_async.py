@@ -1,4 +1,4 @@
-"""An asynchronous run whose processes are killed keeps its two contracts: nobody too old, nobody lost or twice."""
+"""An asynchronous run whose processes are killed keeps two contracts: no group is too old, none is lost or repeated."""
 
 import os
 import random
@@ -15,7 +15,7 @@ import pytest
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, in_transit, outcomes, survivors
 
-# `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'` hurts runs longer than there is time for.
+# Number of kills in the long tests. To test more: `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'`.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
 PROMPTS = 8
 AGE = 2
@@ -58,7 +58,7 @@ def stop_and_check_the_save(run: Run) -> None:
 
 
 def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
-    # More steps than are made before the stop, on any machine.
+    # More steps than any machine makes before the stop.
     endless = 2000
     settings = (*SETTINGS, f"grpo.num_steps={endless}", "checkpoint.every=0", "validation.every=0")
     run = Run(tmp_path, "hurt-async", *settings)
@@ -89,7 +89,7 @@ def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
 
 
 def check_both_contracts(run: Run, last: int) -> None:
-    """Check both contracts: nobody is trained too old, and every drawn prompt ends once."""
+    """Check both contracts: no group is trained above the age bound, and every drawn prompt ends exactly once."""
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)

@@ -1,4 +1,4 @@
-"""Failures while a cluster starts, done for real: one line with the remedy, and nothing left behind."""
+"""Real failures while a cluster starts: each gives one line with the remedy, and leaves nothing behind."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_a_head_that_is_too_slow(clusters: StandInClusters) -> None:
 def test_a_connection_that_breaks_while_a_node_starts(clusters: StandInClusters) -> None:
     _, err = clusters.run(*over_ssh("breaks"), code=1)
     assert "failed  breaks: did not start: the connection broke off: it no longer answers\n" in err
-    # It did start over there, and nobody was told: the folder's name was known before.
+    # The node had started, although its answer was lost. It is found because its folder's name was chosen before.
     assert "ok      breaks: stopped; logs in " in err
     assert clusters.leftovers() == []
 
@@ -98,7 +98,7 @@ def test_another_command_meanwhile_and_a_terminal_that_closes(clusters: StandInC
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ctrl_c_while_it_starts(clusters: StandInClusters, number: int) -> None:
     process = clusters.popen("up")
-    # The head takes seconds from here on.
+    # From here on the start of the head takes seconds.
     wait_until(lambda: node_pid(clusters, 0), process)
     os.killpg(process.pid, number)
     read_errors(process, 130)

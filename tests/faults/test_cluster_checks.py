@@ -1,4 +1,4 @@
-"""Unsuitable hosts: each is found before anything is started, in one line with the remedy."""
+"""Unsuitable hosts are found before a start, each with one line that has the remedy."""
 
 import socket
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from tests.faults.standin_ssh import StandInClusters
 from tests.system.clusters import Clusters
 
-# Verdict on each host of one `up`, in which `good` alone is suitable.
+# Host -> verdict of one `rlctl cluster up`. Only the host `good` is suitable.
 VERDICTS = {
     "nokey": "key not accepted: try `ssh nokey` by hand, add your key with ssh-copy-id or ssh-add",
     "down": "not reachable within the time for connecting",

@@ -1,4 +1,4 @@
-"""Disagreements of a real sshd and a real ssh, each as one line of rlctl."""
+"""Refused connections between a real ssh and a real sshd: rlctl reports each cause in one line."""
 
 import contextlib
 import shutil
@@ -33,7 +33,7 @@ Host here
 
 
 class LocalHost:
-    """This machine as the host `here`, by an sshd of the test's own."""
+    """This machine as the host `here`, reached over an sshd that the test started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class LocalHost:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Undo the changes of the test before, and wait until ssh gets in."""
+        """Undo the changes of the test before, and wait until ssh can log in."""
         shutil.copy(self.folder / "key.pub.bak", self.folder / "key.pub")
         self.config.write_text(CLIENT.format(folder=self.folder) + f"  Port {self.port}\n")
         self.set_known_key("host_key")
@@ -59,7 +59,7 @@ class LocalHost:
         until(lambda: not subprocess.run(enter, capture_output=True).returncode, (self.folder / "sshd.log").read_text)
 
     def set_known_key(self, name: str) -> None:
-        """Make one of the keys the host's as ssh knows it."""
+        """Write the key `name` as the host's key into ssh's list of known hosts."""
         key = " ".join((self.folder / f"{name}.pub").read_text().split()[:2])
         (self.folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}\n")
 

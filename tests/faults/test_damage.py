@@ -1,4 +1,4 @@
-"""A run whose checkpoints are damaged goes on from the newest whole one; a resume that fails leaves it as it was."""
+"""A run with damaged checkpoints resumes from its newest whole checkpoint. A failed resume leaves the run unchanged."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ SHARD = "trainer/shard-00001-model-00001-of-00001.safetensors"
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """Return the files of a run, without its logs and events, which tell of a failed attempt."""
+    """Return the contents of a run's files, except logs and events, which record a failed attempt."""
     files = [path for path in run.rglob("*") if path.is_file() and path.name not in ("events.jsonl", ".driver")]
     names = {path.relative_to(run): path for path in files}
     return {str(name): path.read_bytes() for name, path in names.items() if "logs" not in name.parts}

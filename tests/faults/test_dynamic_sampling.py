@@ -1,4 +1,4 @@
-"""Dynamic sampling keeps every batch full though most groups teach nothing; a kill and a resume change nothing."""
+"""Dynamic sampling fills every batch although most groups teach nothing, and a kill and a resume do not change this."""
 
 import random
 import time
@@ -29,7 +29,7 @@ SETTINGS = (
 
 
 def run_with_a_kill(folder: Path, *settings: str) -> Run:
-    """Kill a run in its third step or the one after, and resume it to its end."""
+    """Kill a run in its third or fourth step, and resume it to its end."""
     (folder / "mostly.py").write_text(REWARD)
     run = Run(folder, "hurt", *SETTINGS, *settings)
     run.wait_for_event("checkpoint", step=2)
@@ -60,7 +60,7 @@ def check_that_batches_are_full(run: Run) -> None:
 
 
 def check_that_tasks_end_once(run: Run) -> None:
-    """Check that every drawn task ended once: the first draws, without a gap."""
+    """Check that every drawn task ended exactly once. The ended tasks are the first draws, without a gap."""
     ended = outcomes(run.path)
     assert all(len(steps) == 1 for steps in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(len(ended))

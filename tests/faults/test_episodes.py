@@ -1,4 +1,4 @@
-"""Runs of episodes whose driver, engine and environment processes are killed: nobody lost, nobody trained twice."""
+"""Runs of episodes survive kills of driver, engine and environment processes: no task is lost or trained twice."""
 
 import random
 import time
@@ -18,7 +18,7 @@ AGE = 2
 ROWS = 40
 ROLLOUTS = 4
 STEPS = 6 * KILLS
-# Episodes last, so that every kill finds running ones.
+# Environment with long episodes, so that each kill finds running ones.
 SLOW = """
 import time
 from rlctl.environments.guess import Guess
@@ -45,7 +45,7 @@ def kill_an_environment_process(run: Run, moments: random.Random) -> None:
 
 
 def command_of(process: psutil.Process) -> list[str]:
-    """Return the words of a process's command; none of one that has ended."""
+    """Return the command line of a process as words; empty if the process has ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -60,7 +60,7 @@ BLOWS: tuple[Blow, ...] = (
 
 
 def hurt(run: Run, resume: Callable[[], Run], last: int, blows: Sequence[Blow] = BLOWS) -> Run:
-    """Strike each of `blows` in turn, then kill the driver, and so on; return the attempt that is left."""
+    """Apply all `blows` in turn, kill the driver and resume, and repeat this until step `last`. Return the last run."""
     moments = random.Random(5)
     for kill in range(KILLS):
         done = max((step["step"] for step in run.steps()), default=0)
@@ -76,7 +76,7 @@ def hurt(run: Run, resume: Callable[[], Run], last: int, blows: Sequence[Blow] =
 
 
 def check_groups(run: Run, age: int) -> int:
-    """Check that every trained group has all of its episodes and none too old. Return the failed tries."""
+    """Check that each trained group has all episodes and none above age `age`. Return the number of failed tries."""
     failures = 0
     for record in read(run.path / "rollouts.jsonl"):
         if record["kind"] != "group":
@@ -111,7 +111,7 @@ def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_pa
 
 
 def compare_with_unhurt(tmp_path: Path, kind: str, settings: Sequence[str], blows: Sequence[Blow] = BLOWS) -> Run:
-    """Hurt a synchronous run, compare it bit for bit with one that nothing happened to, and return it."""
+    """Hurt a synchronous run, check that it equals an undisturbed run bit by bit, and return it."""
     settings = (*settings, "grpo.num_steps=100000")
     hurt_name = f"hurt-{kind}"
     unhurt_name = f"unhurt-{kind}"

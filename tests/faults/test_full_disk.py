@@ -1,4 +1,4 @@
-"""The disk fills up: one line that names the folder, earlier checkpoints whole, and a resume once there is room."""
+"""A full disk ends a run with one line that names the folder. Checkpoints stay whole, and a resume works with room."""
 
 import json
 import os
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 20 MiB: room for two checkpoints of the tiny model."""
+    """Mount a file system of 20 MiB, which has room for two checkpoints of the tiny model."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], capture_output=True)

@@ -1,4 +1,4 @@
-"""A signal before there is anything to save; during steps: test_resume.py and test_compiled.py."""
+"""Signals to a run that has nothing to save yet. Signals during steps: test_resume.py and test_compiled.py."""
 
 import time
 from collections.abc import Callable

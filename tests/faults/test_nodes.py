@@ -1,4 +1,4 @@
-"""A node that dies in any phase is named; the run goes on with the nodes left, or ends with the command that does."""
+"""A node that dies in any phase is named. The run goes on with the other nodes, or prints the command to go on."""
 
 import os
 import shlex
@@ -20,7 +20,7 @@ ENDLESS = ("grpo.num_steps=5000", "checkpoint.every=1", "trainer.threads=1", "ru
 
 
 class Hurt:
-    """A run on a cluster of this machine, some of whose nodes are killed."""
+    """A run on a local cluster, of which the test kills nodes."""
 
     def __init__(self, clusters: Clusters, name: str, *settings: str) -> None:
         self.clusters = clusters
@@ -71,7 +71,7 @@ def test_a_node_of_ranks_and_engines_is_lost_in_each_phase_and_the_run_begins_ag
         assert "trainer-1 died during " in reason and reason.endswith(": node node-1 is gone"), (phase, reason)
         clusters.run("up", "nodes=2", "num_cpus=2")
         start = run.wait("run_started", count + 1)
-        # The save of the step may have been whole or not.
+        # The checkpoint of the step may or may not have been complete when the node died.
         assert start["start_step"] >= len(steps(run.path)) - 1, (phase, start)
     run.kill_in("train", "node-1")
     out, err = run.process.communicate(timeout=400)

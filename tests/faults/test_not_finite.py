@@ -1,4 +1,4 @@
-"""Runs whose numbers break: said, counted, left out, or stopped before the update with the weights of before kept."""
+"""NaN and infinity in a run: rollouts are left out and counted, or the run stops before an update with good weights."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.faults.runs import Run, read
 from tests.tiny_models import make_model
 
-# Two characters that are never sampled: one with an embedding of NaN, and one of equal rarity.
+# Two characters that are never sampled. The embedding of the first one is NaN.
 POISON = "?"
 UNLIKELY = "y"
 
@@ -25,7 +25,7 @@ def make_poisoned_model(folder: Path) -> Path:
     weights = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     head = weights["lm_head.weight"]
-    # A direction that all tokens share, against these two.
+    # All embeddings share this direction, and the output rows of the two characters are opposed to it.
     embedding[:, 0] = 3.0
     head[:, 0] = 0.0
     head[[vocabulary[POISON], vocabulary[UNLIKELY]], 0] = -100.0
@@ -35,7 +35,7 @@ def make_poisoned_model(folder: Path) -> Path:
 
 
 def write_data_set(path: Path, *prompts: str, answers: dict[int, str] | None = None) -> Path:
-    """Write a row for each prompt. answers: {row: its answer}; the others have 12."""
+    """Write a data set with a row for each prompt. answers: index of a row -> its answer; other rows have 12."""
     rows = [{"prompt": prompt, "answer": (answers or {}).get(row, "12")} for row, prompt in enumerate(prompts)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -46,7 +46,7 @@ def warnings(run: Run, check: str) -> list[dict[str, Any]]:
 
 
 def is_unharmed(checkpoint: Path) -> bool:
-    """Return True if no weight of the export is NaN or infinite but those that were from the start."""
+    """Return True if the only weights of the export that are NaN or infinite are those of the initial model."""
     weights = load_file(checkpoint / "hf" / "model.safetensors")
     return [name for name, tensor in weights.items() if not tensor.isfinite().all()] == ["model.embed_tokens.weight"]
 
@@ -56,7 +56,7 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
     bad_prompts = [f"{digit}?1=" for digit in range(8)]
     prompts = good_prompts + good_prompts[:7] + ["1?2="] + bad_prompts
     data = write_data_set(tmp_path / "data.jsonl", *prompts)
-    # Something to learn from.
+    # The reward differs between rollouts, so that there is something to learn.
     reward = tmp_path / "odd.py"
     reward.write_text("def odd(prompt, completion, answer, row):\n    return len(completion) % 2\n")
     run = Run(

@@ -1,4 +1,4 @@
-"""A process of a run dies: an engine is replaced and nothing is lost, a trainer ends the run with one line."""
+"""A process of a run dies: an engine is replaced and nothing is lost, but a lost trainer ends the run with one line."""
 
 import os
 import signal

@@ -29,7 +29,7 @@ from tests.tiny_models import make_model
 from tests.waiting import PATIENCE_S
 
 DEADLINE = 600.0
-# For refits that take too long, or leave somebody waiting: no other need be as fast.
+# Seconds of deadline for refits that hang on purpose. Other refits may take longer.
 TIMEOUT = 12.0
 SHORTER = 8.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -37,7 +37,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
 @dataclass
 class Stage:
-    """A source of new weights and two engines with old ones."""
+    """Two engines with old weights, and a stand-in for a trainer that sends new weights."""
 
     pool: GeneratorPool
     source: WorkerGroup
@@ -87,7 +87,7 @@ def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(sta
 
 
 def check_an_engine_of_another_plan(stage: Stage, before: PackedCompletions) -> None:
-    """Check that the engine serves its old weights and comes back."""
+    """Check that an engine with another plan keeps serving its old weights, and takes part in the next refit."""
     refit = stage.refit("shm")
     plan = refit.plan
     other_plan = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
@@ -104,7 +104,7 @@ def check_an_engine_of_another_plan(stage: Stage, before: PackedCompletions) -> 
 
 
 def check_a_trainer_that_stands_still(stage: Stage) -> None:
-    """Check that the trainer is named in time."""
+    """Check that a stopped trainer is named before the deadline."""
     stage.refit("broadcast", SHORTER)
     trainer = stage.source.workers[0].pid()
     os.kill(trainer, signal.SIGSTOP)
@@ -118,7 +118,7 @@ def check_a_trainer_that_stands_still(stage: Stage) -> None:
 
 
 def check_an_engine_killed_on_the_way(stage: Stage) -> None:
-    """Check that the engine is rebuilt at the new version."""
+    """Check that an engine killed during a refit is rebuilt with the new version."""
     # The other engine learns this by gloo's own timeout.
     stage.refit("broadcast", TIMEOUT)
     trainer = stage.source.workers[0].pid()

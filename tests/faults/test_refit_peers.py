@@ -1,4 +1,4 @@
-"""An engine that dies in a refit by broadcast costs its own restart: others are unharmed and wait for no deadline."""
+"""If an engine dies in a refit by broadcast, only this engine restarts. Others do not wait until a deadline."""
 
 import threading
 import time
@@ -25,14 +25,14 @@ from tests.tiny_models import make_model
 from tests.waiting import PATIENCE_S, until
 
 ENGINE = Path(__file__).parents[1] / "plugins" / "plain_engine.py"
-# A deadline that an engine reaches only if nobody tells it of a lost peer.
+# A deadline in seconds that an engine reaches only if it is not told of a lost peer.
 FAR_S = 10 * PATIENCE_S
 VICTIM = 1
 Events = list[tuple[str, dict[str, Any]]]
 
 
 class Rows(SendsWeights):
-    """A trainer rank that holds its rows of four tensors of 8 MiB: more than sockets hold between two processes."""
+    """Stand-in for a trainer rank with its rows of four tensors of 8 MiB, which is more than sockets can buffer."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch
@@ -138,7 +138,7 @@ def test_a_direct_refit_survives_an_engine_killed_in_the_middle(
         hashes = {name: hash_of(tensor) for name, tensor in make_tensors().items()}
         calls = [engine.start(PlainEngine.live) for engine in pool.engines]
         assert [call.wait(PATIENCE_S)[0] for call in calls] == [{"state": "whole"} | hashes] * engines
-        # They are one group again.
+        # All engines are in one process group again.
         assert pool.sync(2).rebuilt == ()
 
 

@@ -1,4 +1,4 @@
-"""A run that loses its trainer begins again by itself, as often as it may, and ends as if nothing had happened."""
+"""A run that loses its trainer restarts by itself, up to a limit, and ends as if nothing had happened."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ STEPS = 60
 
 
 def damage_the_newest(checkpoints: Path) -> int:
-    """Empty a file of the newest checkpoint of a trainer that stands still; return its step."""
-    # A folder that the trainer wrote before may still get its final name.
+    """Empty a file of the newest checkpoint while the trainer is stopped. Return the checkpoint's step."""
+    # A folder that the trainer has written may still get its final name.
     time.sleep(1)
     newest = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
     (checkpoints / f"step_{newest}/state.json").write_text("")

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed goes on as if nothing had happened; every end leaves nothing behind."""
+"""A killed and resumed run continues as if nothing had happened, and no end of a run leaves anything behind."""
 
 import os
 import random
@@ -16,11 +16,11 @@ import pytest
 from tests.faults.runs import WITHOUT_VLLM, Run, in_transit, outcomes, survivors
 from tests.waiting import until
 
-# Without an end: they are compared where the hurt one happens to be. Every checkpoint is kept.
+# Endless runs that keep all checkpoints. The killed run and the undisturbed one are compared at the killed one's step.
 SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
 # As in test_async.py.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
-# Values of the clock or the machine, not of the run.
+# Beginnings of metrics that depend on time or the machine, and are not compared.
 LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/")
 LOOSE += ("environment/seconds", "environment/retries", "agent/longest_turn")
 # The number of samples ahead in a synchronous step depends on the order of ends; its trained groups do not.
@@ -30,7 +30,7 @@ LOOSE += ("generator/prefix_hit_share",)
 
 
 def lasting_metrics(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a step that a repetition has too."""
+    """Return those metrics of a step that are equal in a repetition of the run."""
     return {name: value for name, value in record.items() if not name.startswith(LOOSE)}
 
 
@@ -72,7 +72,7 @@ def has_warned_of_a_stop(run: Run) -> bool:
 
 
 def interrupt_twice(run: Run, interrupt: Callable[[Run], str], status: str) -> list[str]:
-    """Check that a run stops at once, though its trainer stands still. Return the two outputs of `interrupt`."""
+    """Check that a second interrupt ends a run at once, although its trainer is stopped. Return both outputs."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
     first_output = interrupt(run)

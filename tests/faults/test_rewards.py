@@ -1,4 +1,4 @@
-"""Rewards that fail in a live run: told, counted apart, and in the end the reason to stop with a checkpoint."""
+"""Rewards that fail in a live run are reported and counted, and finally stop the run with a checkpoint."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run, read, survivors
 
-# Processes of this test alone, not of others on the machine.
+# Argument of `sleep` by which this test finds its processes among others on the machine.
 SECONDS = f"999999.{random.SystemRandom().randrange(10**9)}"
 REWARD = f"""
 import os

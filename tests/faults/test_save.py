@@ -1,4 +1,4 @@
-"""A run that is killed while a checkpoint is written beside training resumes from the one before, bit for bit."""
+"""A run killed while it writes a checkpoint during training resumes from the checkpoint before, bit by bit."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ SETTINGS = ("sft.num_steps=12", "checkpoint.every=2", "checkpoint.keep_last=100"
 
 
 def stop_the_rank_while_it_writes(run: Run, rank: int) -> Path:
-    """Return the folder of a checkpoint that is not whole: the rank stood still before its thread had ended."""
+    """Stop the rank while its thread writes a checkpoint. Return the folder of the incomplete checkpoint."""
     folder = run.path / "checkpoints"
     earlier_folders = set[Path]()
     while True:
@@ -25,7 +25,7 @@ def stop_the_rank_while_it_writes(run: Run, rank: int) -> Path:
             time.sleep(0.5)
             if temporary.exists():
                 return temporary
-            # It had written everything.
+            # The rank had already written everything, so let it go on and try the next checkpoint.
             os.kill(rank, signal.SIGCONT)
 
 

@@ -23,13 +23,13 @@ def exact(prompt, completion, answer, row):
 
 
 def make_mix(folder: Path) -> list[str]:
-    """Write three sources and return the settings of their mix; rewards of one take twenty times as long."""
+    """Write three sources of tasks, of which one has rewards that take twenty times as long. Return the overrides."""
     rows = [json.loads(line) for line in (RECIPES / "tiny-data/train.jsonl").read_text().splitlines()[:400]]
     sources = {}
     for place, (name, weight) in enumerate(WEIGHTS.items()):
         rows_of_source = rows[place::3]
         if name == "other":
-            # The smallest begins again within the run.
+            # This source has so few rows that it starts again within the run.
             rows_of_source = rows_of_source[:7]
         lines = [json.dumps({**row, "slow": name == "slow"}) + "\n" for row in rows_of_source]
         (folder / f"{name}.jsonl").write_text("".join(lines))
@@ -64,7 +64,7 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
     check_same_runs(hurt, unhurt, 18)
     shares = {name: [step[f"source/{name}/share"] for step in hurt.steps()] for name in WEIGHTS}
     for name, weight in WEIGHTS.items():
-        # Within two of 144 prompts.
+        # Each source's share of 144 prompts is exact within two prompts.
         assert abs(Fraction(sum(shares[name])) / 18 - Fraction(weight, 6)) <= Fraction(2, 144)
     print(f"weights {hash_weights(hurt, 18)} and {hash_weights(unhurt, 18)}; shares {shares}")
     assert in_transit("hurt-sources") == in_transit("unhurt-sources") == []

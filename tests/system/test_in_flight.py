@@ -31,7 +31,7 @@ UPDATES = 20
 
 
 class Models:
-    """transformers' model of every version."""
+    """A transformers model that can load the weights of any version."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -51,7 +51,7 @@ class Models:
 
 @torch.no_grad()
 def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
-    """Return log-probs for keys and values of the version that was live when each position was read."""
+    """Return the log-probs if keys and values are kept: each position has those of the version that computed it."""
     from transformers import DynamicCache
 
     tokens = prompt + rollout.tokens.tolist()
@@ -70,7 +70,7 @@ def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np
 
 @torch.no_grad()
 def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
-    """Return log-probs for keys and values that every change of weights recomputes."""
+    """Return the log-probs if every change of weights recomputes all keys and values."""
     tokens = torch.tensor([prompt + rollout.tokens.tolist()])
     parts = []
     for begin, end, version in spans(rollout):

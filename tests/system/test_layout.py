@@ -28,7 +28,7 @@ SIZES = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """Set up one process's part of a vLLM engine, without the engine."""
+    """Set up vLLM's distributed state for one process, without an engine."""
     before = dict(os.environ)
     os.environ.update(environment("cpu", []))
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -46,7 +46,7 @@ def world() -> Iterator[None]:
 
 @contextmanager
 def tensor_parallel(size: int, rank: int) -> Iterator[None]:
-    """Have vLLM build layers as rank `rank` of `size`."""
+    """Let vLLM build layers as tensor-parallel rank `rank` of `size`, within the block."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
@@ -58,7 +58,7 @@ def tensor_parallel(size: int, rank: int) -> Iterator[None]:
 
 
 def build(folder: Path, size: int, rank: int) -> Any:
-    """Return vLLM's model of a folder, its parameters not loaded."""
+    """Return vLLM's model for a folder, without loading its parameters."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model

@@ -1,4 +1,4 @@
-"""The parity probe: agreement passes, under top_p too, and a generator with other weights stops the run."""
+"""The parity probe passes if trainer and generator agree, also with top_p, and stops a run if their weights differ."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -104,7 +104,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         refusal = r"error .* at most 1\.00001 in float32.* Look first, on both sides, at 4 experts$"
         with pytest.raises(ProbeError, match=refusal):
             probe(config, components, TASKS, 1, "float32", bound=1.00001)
-        # An asynchronous run whose engine has come to hold other weights is warned.
+        # In an asynchronous run, an engine that got other weights causes a warning.
         config.async_.enabled = True
         gap = compare(components, sample_parity(config, components, TASKS, 1))
         (warning,) = grpo_health(run).look(1, {PARITY.name: gap.token_mult_prob_error})

@@ -1,4 +1,4 @@
-"""Prefix caches: a hit changes no bit on a CPU, and no turn reads keys of other weights unless configured."""
+"""Prefix caches: on a CPU a hit changes no bit, and no turn reads keys of older weights unless this is configured."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ def start_engine(folder: Path, logs: Path, name: str, *, cache: bool = True, res
 
 
 def make_request(number: int, turn: int, prompt: list[int], max_tokens: int = 24) -> TurnRequest:
-    """Make a request of the rollout with this number. Every fourth is greedy."""
+    """Return a request of rollout `number`. Requests of every fourth rollout are greedy."""
     rollout = RolloutId("train", f"t{number}", number, 0)
     return TurnRequest(
         id=RequestId(rollout, turn),
@@ -49,7 +49,7 @@ def are_equal(answers: list[Completion], expected_answers: list[Completion]) -> 
 
 
 def count_cached(engine: Worker) -> tuple[int, int]:
-    """Return the number of prompt tokens that the engine's cache had so far, and of all prompt tokens."""
+    """Return how many prompt tokens the engine has found in its cache so far, and how many it got in total."""
     (finished,) = engine.start(Engine.collect, 0.0).wait(DEADLINE)
     return finished.stats.cached_tokens, finished.stats.prompt_tokens
 

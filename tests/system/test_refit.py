@@ -24,7 +24,7 @@ from tests.turns import turn
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 600.0
 TEMPERATURE = 0.7
-# Stop tokens of a model that may end with more than one.
+# Stop tokens of a model that has several.
 STOPS = (1, 30, 41)
 # Experts are shown at once. Biases and tied embeddings go through the same regions, which
 # tests/system/test_layout.py compares.
@@ -114,7 +114,7 @@ def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
 
 
 class FlippingSource(FolderSource):
-    """A source of weights that changes one bit of version 2 on its way."""
+    """Stand-in for a trainer rank: flips one bit of version 2 while sending it."""
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         super().refit_open(spec, plan)

@@ -42,7 +42,7 @@ def write_long_run(root: Path, name: str, make_metrics: Callable[[int], dict[str
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the page of two runs, and the folder of its pictures."""
+    """Write the report of two runs, and a folder of its charts as pictures. Return the file of the report."""
     folder = tmp_path_factory.mktemp("report")
     write_long_run(folder, "sync", step_metrics)
     write_long_run(folder, "async", async_metrics)

@@ -43,20 +43,20 @@ SAMPLES = 2
 
 @dataclass
 class Stage:
-    """One engine with a long tail of answers, and a source of weights that change with every version."""
+    """One engine, some of whose answers are very long, and a source of weights that change with every version."""
 
     pool: GeneratorPool
     events: list[dict[str, Any]]
     steps: list[list[RolloutGroup]] = field(default_factory=list)
     buffer: RolloutBuffer | None = None
     dispatcher: RolloutDispatcher | None = None
-    # True to take a step's groups as they come.
+    # True to take the groups of a step as soon as each is complete.
     takes_parts: bool = False
     # Groups that were taken before the last of their step.
     num_taken_early: int = 0
 
     def start(self, deadline_s: float, *settings: str) -> RolloutBuffer:
-        """Begin a new run for each case, once the last one is done."""
+        """Begin a new run, after the run of the case before has ended."""
         common_settings = (
             "grpo.num_steps=8",
             f"grpo.num_prompts_per_step={PROMPTS}",
@@ -81,7 +81,7 @@ class Stage:
         return self.buffer
 
     def step(self, drained: bool = False) -> None:
-        """Make a step as the loop makes it, without training."""
+        """Make one step like the training loop, but without training."""
         assert self.buffer
         buffer = self.buffer
         version = len(self.steps)
@@ -112,11 +112,11 @@ class Stage:
         return list(chain.from_iterable(group.rollouts for group in groups))
 
     def task_ids(self) -> list[str]:
-        """Return the task of every group of all steps, in sequence."""
+        """Return the task ids of all trained groups, in order of the steps."""
         return [group.task.id for group in chain.from_iterable(self.steps)]
 
     def end(self) -> None:
-        """Wait until the engine is idle: no answer of this run may reach the next one."""
+        """Wait until the engine is idle, so that no answer of this run reaches the next run."""
         assert self.buffer and self.dispatcher
         until(self.dispatcher.drain)
         # This ends an engine that is slow to answer; the next case needs a fast one.

@@ -22,7 +22,7 @@ DEATH_FILE = "TEST_ENGINE_DIED"
 
 
 class ForgetfulEngine(VllmEngine):
-    """An engine whose weights are lost in each sleep. It dies in its second sleep."""
+    """Engine that loses its weights in each sleep, and dies in its second sleep."""
 
     def refit_open(self, *arguments: Any) -> LoadMode:
         super().refit_open(*arguments)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def learning_of(run: Run) -> list[dict[str, Any]]:
-    """Return the metrics of a run's steps and validations, without times and the cost of an engine's loss."""
+    """Return the metrics of a run's steps and validations, without times and without costs of a lost engine."""
     prefixes = ("kind", "step", "reward/", "loss/", "mismatch/", "length/", "train/", "groups/", "validation/")
     learning = []
     for record in read(run.path / "metrics.jsonl"):

@@ -32,7 +32,7 @@ from tests import preloaded
 from tests.faults.runs import survivors
 from tests.waiting import PATIENCE_S, until
 
-# A wait of this length is for something that never comes; an answer within `PATIENCE_S` did not wait.
+# Seconds of a wait for something that never comes. A call that returns within `PATIENCE_S` did not wait so long.
 FOREVER_S = 10 * PATIENCE_S
 
 
@@ -46,14 +46,14 @@ class MakeProbe:
 
 @dataclass(frozen=True)
 class Load:
-    """Arguments as the loops send them: arrays inside a dataclass."""
+    """Arguments of a call in the form that training loops send: arrays in a dataclass."""
 
     numbers: NDArray[np.float32]
     names: list[str]
 
 
 class Probe:
-    """A worker that does as it is told."""
+    """Worker whose methods fail, hang or return as the test asks."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -63,7 +63,7 @@ class Probe:
         self.arrays: list[NDArray[np.float32]] = []
 
     def keep(self, load: Load) -> NDArray[np.float32]:
-        """Keep the arguments' array, and return all that were kept."""
+        """Keep the array of `load`. Return all arrays that were kept so far, stacked."""
         assert not load.numbers.flags.writeable
         self.arrays.append(load.numbers)
         return np.stack(self.arrays)
@@ -119,7 +119,7 @@ def make_group(logs: Path, compiled: bool, deadline_s: float = FOREVER_S) -> Wor
 
 @pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "compiled"])
 def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    """Start a group for all tests that break no worker."""
+    """Start a group of workers that all tests share which break no worker."""
     workers = make_group(ray_here, request.param)
     assert (workers.graph is not None) == request.param
     yield workers
@@ -155,7 +155,7 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
 def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
     fragile_group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank waits so in a collective that the failed rank never joins."""
+    """In a real run the other rank waits like this in a collective that the failed rank never joins."""
     monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as error:

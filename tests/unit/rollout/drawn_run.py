@@ -41,7 +41,7 @@ class ContractBroken(AssertionError):
 
 
 class WatchedEvents(VirtualEvents):
-    """Event loop that detects if a callback let virtual time pass, which means that it blocked the loop."""
+    """Event loop that detects a callback that blocks the loop: virtual time passes during the call."""
 
     blocked = False
 
