@@ -2,7 +2,8 @@
 
 A recipe names code by `file.py:object`, and each process of a run loads it from there. So an object is replaced by such
 a name. It names the object's own file, or a new file that contains the pickled object. A new file is needed for objects
-that only this process has: those of a notebook or of the main script, closures, instances.
+that only this process has: those of a notebook or of the main script, closures, instances. Rows are written to a JSONL
+file, whose path takes their place.
 """
 
 import base64
@@ -10,11 +11,11 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeGuard
 
 from rlctl.config.errors import ConfigError, Problem, one_line
 from rlctl.utils.files import write_whole
@@ -23,6 +24,8 @@ from rlctl.utils.files import write_whole
 Overrides = Sequence[str] | Mapping[str, Any]
 # Folder below `run.dir` for files of objects. They are kept, because a run that names them needs them to resume.
 OBJECTS = ".objects"
+# Keys whose value names a data set.
+_ROWS_KEY = re.compile(r"data\.(train|train\.sources\.[^.]+|validation)\.path")
 
 
 def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
@@ -38,7 +41,8 @@ def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
     texts = []
     for key, value in overrides.items():
         try:
-            texts.append(f"{key}={json.dumps(_plain(value, folder), ensure_ascii=False, allow_nan=True)}")
+            plain_value = _plain(value, folder, key)
+            texts.append(f"{key}={json.dumps(plain_value, ensure_ascii=False, allow_nan=True)}")
         except (TypeError, ValueError, OSError) as error:
             problems.append(Problem("overrides", key, one_line(error)))
     if problems:
@@ -46,19 +50,48 @@ def texts_of(overrides: Overrides, folder: Callable[[], Path]) -> list[str]:
     return texts
 
 
-def _plain(value: object, folder: Callable[[], Path]) -> object:
-    """Return a value as JSON data, with names in place of objects. Raises TypeError for any other value."""
+def _plain(value: object, folder: Callable[[], Path], key: str) -> object:
+    """Return the value of a dotted key as JSON data, with names in place of objects, and of rows.
+
+    Raises TypeError for any other value.
+    """
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner_value, folder) for key, inner_value in value.items()}
+        return {str(name): _plain(inner_value, folder, f"{key}.{name}") for name, inner_value in value.items()}
+    if _are_rows(value):
+        if _ROWS_KEY.fullmatch(key):
+            return str(_write_rows(value, folder))
+        if _ROWS_KEY.fullmatch(f"{key}.path"):
+            raise TypeError(f"is a section: rows go to {key}.path")
     if isinstance(value, list | tuple):
-        return [_plain(inner_value, folder) for inner_value in value]
+        return [_plain(inner_value, folder, key) for inner_value in value]
     if callable(value):
         return _name_in_own_file(value) or _name_in_new_file(value, folder)
     raise TypeError(f"is a {type(value).__name__}: give text, numbers, lists, mappings, a function or a class")
+
+
+def _are_rows(value: object) -> TypeGuard[Iterable[Mapping[str, Any]]]:
+    """Return True for a list of mappings, and for a data set of the library `datasets`."""
+    if isinstance(value, list | tuple):
+        return len(value) > 0 and all(isinstance(row, Mapping) for row in value)
+    return hasattr(value, "column_names") and hasattr(value, "to_list")
+
+
+def _write_rows(rows: Iterable[Mapping[str, Any]], folder: Callable[[], Path]) -> Path:
+    """Write rows to a JSONL file, and return its path. Raises TypeError for a value that JSON does not have."""
+    lines = []
+    for number, row in enumerate(rows, 1):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"row {number} cannot be written as JSON: {one_line(error)}") from None
+    content = "".join(lines)
+    file = _make_objects_folder(folder) / f"rows-{hashlib.sha256(content.encode()).hexdigest()[:12]}.jsonl"
+    write_whole(file, content)
+    return file.resolve()
 
 
 def _name_in_own_file(value: object) -> str | None:
@@ -95,12 +128,16 @@ def _name_in_new_file(value: object, folder: Callable[[], Path]) -> str:
         f'{variable} = cloudpickle.loads(base64.b64decode("{base64.b64encode(content).decode()}"))',
         "",
     )
-    objects = folder()
-    # Readable by the user only, because an object may contain secrets.
-    objects.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = objects / f"{variable}-{hashlib.sha256(content).hexdigest()[:12]}.py"
+    file = _make_objects_folder(folder) / f"{variable}-{hashlib.sha256(content).hexdigest()[:12]}.py"
     write_whole(file, "\n".join(lines))
     return f"{file.resolve()}:{variable}"
+
+
+def _make_objects_folder(folder: Callable[[], Path]) -> Path:
+    """Make the folder for files of objects, and return it. Only its user may read it: an object may contain secrets."""
+    objects = folder()
+    objects.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return objects
 
 
 def _bytes_of(value: object) -> bytes:

@@ -4,7 +4,7 @@ Each property reads the files again, so that a run can be followed while it trai
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 from typing import Any, overload
@@ -90,7 +90,7 @@ class RecordedRollout:
     # Mean advantage over the rollout's tokens; None if it was not trained.
     advantage: float | None
     # All fields of the record, for an episode with its messages and tools.
-    record: Record
+    record: Record = field(repr=False)
 
     @property
     def text(self) -> str:
@@ -111,7 +111,7 @@ class RecordedGroup:
     answer: Any
     rollouts: list[RecordedRollout]
     # All fields of the record.
-    record: Record
+    record: Record = field(repr=False)
 
     def exact_tokens(self) -> list[dict[str, Any]]:
         """Return a dict with token ids, log-probs and weight versions as lists for each rollout.

@@ -50,7 +50,7 @@ def env() -> None:
 )
 def check(
     name: Name,
-    data: Annotated[Path | None, typer.Option(help="Tasks, a row each: JSONL or Parquet.", show_default=False)] = None,
+    data: Annotated[Path | None, typer.Option(help="Rows of tasks: JSONL, CSV, Parquet.", show_default=False)] = None,
     arg: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An argument of the class; the value is YAML.", show_default=False),

@@ -27,6 +27,9 @@ from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.unwritten_messages import UnwrittenMessages
 
+# Largest vocabulary that a warning writes out.
+_FEW_TOKENS = 64
+
 
 @dataclass
 class LengthReport:
@@ -57,6 +60,8 @@ class LengthReport:
     unknown_tokens: int = 0
     unknown_rows: int = 0
     first_unknown: str = ""
+    # All tokens of the tokenizer that found unknown text, if they are few; else empty.
+    small_vocabulary: str = ""
     # Turns with text behind their first end token. That text is not trained.
     cut_turns: int = 0
     # Turns whose thinking or calls the chat template does not write. These are not trained.
@@ -72,7 +77,7 @@ class LengthReport:
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the sums of the counts of two sets of rows."""
         sums: dict[str, Any] = {"longest": max(self.longest, other.longest)}
-        for name in ("first_spelled", "first_unknown"):
+        for name in ("first_spelled", "first_unknown", "small_vocabulary"):
             sums[name] = getattr(self, name) or getattr(other, name)
         for key, value in vars(self).items():
             if isinstance(value, dict):
@@ -132,6 +137,8 @@ class LengthReport:
             lines.append(f"{turns} that the chat template does not write: not trained; set another data.chat_template")
         if self.unknown_rows:
             line = f"{self.first_unknown}, which stands for text that the tokenizer does not know"
+            if self.small_vocabulary:
+                line += f" (it knows {self.small_vocabulary})"
             if self.unknown_rows > 1:
                 line += f"; {self.unknown_rows:,} rows have {self.unknown_tokens:,} such tokens"
             lines.append(line)
@@ -156,6 +163,7 @@ class LengthReport:
             verb = "is" if count == 1 else "are"
             finding = f"{count:,} of {len(tokens):,} tokens of {row.origin} {verb} {name}"
             self.first_unknown = self.first_unknown or finding
+            self.small_vocabulary = self.small_vocabulary or _list_small_vocabulary(chat)
 
     def note_row(self, row: Row, section: DatasetSection, messages: Messages, *, shows_tools: bool = True) -> None:
         """Count a row's unusual columns, read or ignored.
@@ -303,6 +311,15 @@ def tokenize_samples(
             limit = f"is longer than data.max_prompt_length={max_prompt_length}"
         raise DataError(f"{path_text(section.path)}: no sample is left: every prompt {limit}")
     return samples, report
+
+
+def _list_small_vocabulary(chat: Chat) -> str:
+    """Return the tokens of a tokenizer with at most `_FEW_TOKENS`, special ones left out; empty for a larger one."""
+    vocabulary = chat.tokenizer.get_vocab()
+    if len(vocabulary) > _FEW_TOKENS:
+        return ""
+    tokens = sorted(set(vocabulary) - set(chat.tokenizer.all_special_tokens))
+    return " ".join(token if token.strip() else repr(token) for token in tokens)
 
 
 def read_tasks(

@@ -144,11 +144,22 @@ def check_environment(
     if any(episode.opening == [_PROMPT] for episode in episodes):
         notes.append(_MADE_UP_PROMPT)
     notes += reset_notes
+    if contract.is_agent and _failures(episodes):
+        notes += _empty_prompts(rows)
     notes += _silent_tools(episodes)
     if not model_follows:
         notes += _equal_rewards(episodes)
     notes += _agent_lines(episodes)
     return CheckReport(contract, episodes, [*_failures(episodes), *_bugs(episodes)], notes, start_s)
+
+
+def _empty_prompts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note if the prompt of each task is empty, because the rows have other columns."""
+    if not rows[0] or any("prompt" in row or "messages" in row for row in rows):
+        return []
+    columns = f"the rows have no column prompt or messages, but {', '.join(rows[0])}"
+    remedy = "a run reads the column that data.train.prompt_key names: rlctl train grpo RECIPE --dry-run tries it there"
+    return [f"{columns}: task.prompt is empty here; {remedy}"]
 
 
 def _failures(episodes: Sequence[ScriptedEpisode]) -> list[str]:

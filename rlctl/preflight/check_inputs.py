@@ -42,7 +42,10 @@ def check_data(config: RunConfig) -> Violations:
         for where, key, message in problems:
             yield Violation(f"data.{name}.{key}", message, where=where)
     if data.validation.path is not None and data.validation.fraction is not None:
-        message = "holds rows of data.train out, and data.validation.path names others: set one of them to null"
+        message = (
+            "holds rows of data.train out, and data.validation.path names others: "
+            "set data.validation.path=null to hold rows out, or data.validation.fraction=null"
+        )
         yield Violation("data.validation.fraction", message, ("data.validation.path",))
 
 

@@ -13,6 +13,7 @@ from importlib import invalidate_caches
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from shutil import which
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Literal
 
 from rlctl.preflight.engines.vllm import COMPARED
@@ -69,6 +70,7 @@ def examine(folder: Path) -> list[Check]:
     return [
         Check("rlctl", "ok", rlctl_version),
         *check_machine(machine),
+        *check_folder(folder),
         *check_packages(device_of(len(machine.gpus)), *extras_for(machine)),
         *check_builds(),
         *check_companions(),
@@ -111,6 +113,16 @@ def check_machine(machine: Machine) -> list[Check]:
         _check_bytes("/dev/shm", machine.shm, minimum=GIB, fix="in a container: docker run --shm-size=2g"),
         _check_bytes("disk", machine.disk_free, minimum=5 * GIB, fix="free some, or set run.dir", suffix=" free"),
     ]
+
+
+def check_folder(folder: Path) -> list[Check]:
+    """Return a check if no file can be made in the folder where runs will be written."""
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        finding = f"{folder} cannot be written to: {error.strerror}"
+        return [Check("run folder", "warning", finding, "go to a folder of yours, or set run.dir")]
+    return []
 
 
 def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:

@@ -4,6 +4,7 @@ A note on `checkpoint.metric` tells that no best checkpoint can be found. The me
 weights: in the record of the checkpoint's step, or in its validation.
 """
 
+from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import did_you_mean
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig
@@ -39,6 +40,7 @@ def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
     if settled.sft:
         lines += recipe_notes(settled.sft.config)
     lines += adapter_notes(settled)
+    lines += _held_out_notes(settled, origins)
     lines += _checkpoint_notes(settled)
     return lines
 
@@ -129,6 +131,19 @@ def _idle_offload_keys(settled: Settled) -> dict[str, str]:
     if trainer.offload_optimizer_for_generation and not settled.shares_devices:
         reasons[GENERATION] = "engines have devices of their own" if settled.sampling else "kind is sft"
     return reasons
+
+
+def _held_out_notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
+    """Return a note if data.train is the user's own, and a shipped recipe's held-out rows measure it."""
+    train_origin = origins.get("data.train.path", Origin())
+    held_out_origin = origins.get("data.validation.path", Origin())
+    data = settled.config.data
+    is_own = train_origin.override > 0 or (train_origin.file is not None and not is_shipped(train_origin.file))
+    is_recipes = held_out_origin.file is not None and is_shipped(held_out_origin.file)
+    if not (settled.validates and data.train.path and data.validation.path and is_own and is_recipes):
+        return []
+    remedy = "data.validation.path=null data.validation.fraction=0.05 holds rows of data.train out"
+    return [f"data.validation.path: {held_out_origin}: validation measures that recipe's own rows; {remedy}"]
 
 
 def _checkpoint_notes(settled: Settled) -> list[str]:

@@ -83,7 +83,9 @@ def read(body: dict[str, Any]) -> ClientRequest:
 
 def write(turn: ClientTurn) -> dict[str, Any]:
     """Return the body of the answer to a request without streaming."""
-    message = {"role": "assistant", "content": turn.content or None, **_call_fields(turn), **_reasoning_fields(turn)}
+    # A turn of tool calls alone has null, as OpenAI's. An empty turn is text, so that an agent's `.strip()` works.
+    content = None if turn.calls and not turn.content else turn.content
+    message = {"role": "assistant", "content": content, **_call_fields(turn), **_reasoning_fields(turn)}
     choice = {"index": 0, "message": message, "finish_reason": turn.finish, **_extra_fields(turn)}
     return {**_completion_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 

@@ -192,13 +192,13 @@ class AgentCall:
     def _sample_asks(self, asks: list[AgentAsk]) -> None:
         """Sample the turns that the agent asks for, within the budgets."""
         episode = self._episode
-        vocabulary = self._player.vocabulary
         for ask in asks:
             parent = self._parent(ask)
-            tokens = [] if parent is None else episode.conversation.tokens(parent)
-            tokens += ask.tokens
-            if not tokens or not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < vocabulary:
-                raise DataError("the agent's process asked for a turn after ids that are no tokens, or after none")
+            tokens = ask.tokens if parent is None else [*episode.conversation.tokens(parent), *ask.tokens]
+            if not tokens:
+                raise DataError("the agent asked for a turn, and its messages have no text: a prompt needs a token")
+            if not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < self._player.vocabulary:
+                raise DataError("the agent's process asked for a turn after ids that are no tokens")
             now = asyncio.get_running_loop().time()
             turn = PendingTurn(ask, episode.used_up(self._call.turns, len(tokens), now), now)
             self._pending[ask.number] = turn

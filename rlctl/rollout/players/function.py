@@ -131,8 +131,10 @@ class FunctionCall:
         vocabulary = self._player.vocabulary
         if message.asks_again:
             raise DataError(f"the rollout function sampled again after {episode.ending}: three empty lists had come")
-        if any(not tokens or not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
-            raise DataError("the rollout function sampled after ids that are no tokens, or after none")
+        if not all(message.samples):
+            raise DataError("the rollout function sampled after an empty list: a prompt needs a token")
+        if any(not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
+            raise DataError("the rollout function sampled after ids that are no tokens")
         now = asyncio.get_running_loop().time()
         for tokens in message.samples:
             turn = self._call.turns

@@ -1,6 +1,7 @@
 """`rlctl.check`, and overrides of every function: as text, as Python values, and as objects instead of names."""
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 import rlctl
 from rlctl.api.objects import texts_of
@@ -72,6 +74,47 @@ def test_a_closure_and_an_instance_are_kept_in_files_that_only_their_user_reads(
     assert load_object(closure_name)("", "four", "", {}) == 1.0
     assert load_object(partial_name)("four", "", {}) == -4.0
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_rows_stand_where_a_recipe_names_a_file(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+é=", "answer": "3"}]
+    folder = tmp_path / "objects"
+    overrides = {"data.train.path": rows, "data": {"validation": {"path": Dataset.from_list(rows)}}}
+    texts = texts_of(overrides, lambda: folder)
+    (file,) = folder.iterdir()
+    assert texts == [f'data.train.path="{file}"', f'data={{"validation": {{"path": "{file}"}}}}']
+    assert [json.loads(line) for line in file.read_text().splitlines()] == rows
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert rlctl.check("grpo-tiny", {"data.train.path": rows}).config["data"]["train"]["path"].endswith(file.name)
+
+
+def test_rows_in_the_place_of_a_section_and_rows_that_json_has_not_are_refused(tmp_path: Path) -> None:
+    overrides = {"data.train": [{"prompt": "1+1="}], "data.validation.path": [{"prompt": "1"}, {"prompt": {1, 2}}]}
+    with pytest.raises(rlctl.ConfigError) as error:
+        texts_of(overrides, lambda: tmp_path)
+    assert str(error.value).splitlines() == [
+        "overrides: data.train: is a section: rows go to data.train.path",
+        "overrides: data.validation.path: row 2 cannot be written as JSON: Object of type set is not JSON serializable",
+    ]
+
+
+def right(completions: Any, solution: Any, **columns: Any) -> list[float]:
+    """A reward of TRL's form, for chats."""
+    pairs = zip(completions, solution, strict=True)
+    return [float(completion[0]["content"].strip() == answer) for completion, answer in pairs]
+
+
+def test_a_data_set_and_a_reward_of_trl_need_no_file() -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+1="}], "solution": str(a + 1)} for a in range(40)]
+    values = {
+        "model.path": "tiny/qwen3-tiny",
+        "data.train": {"path": Dataset.from_list(rows), "answer_key": "solution"},
+        "data.validation.fraction": 0.05,
+        "rewards": [right],
+        "generation.max_new_tokens": 4,
+    }
+    checked = rlctl.check("grpo", values, try_rewards=True)
+    assert checked.notes[-1].endswith(".jsonl: right 1; its own answer is right")
 
 
 def test_what_no_process_can_be_sent_is_refused_in_a_line(tmp_path: Path) -> None:

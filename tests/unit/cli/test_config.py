@@ -43,6 +43,7 @@ def test_check_tells_of_a_first_row_that_the_tokenizer_does_not_know(rlctl: Rlct
     place = f"{home / 'unk.jsonl'}:1"
     assert done.code == 0
     assert f"11 of 17 tokens of {place} are <unk>, which stands for text that the tokenizer does not know" in done.err
+    assert "(it knows ' ' * + - 0 1 2 3 4 5 6 7 8 9 =)" in done.err
     assert "unk" not in rlctl("config", "check", "grpo.recipe.yaml").err
 
 

@@ -13,6 +13,7 @@ from rlctl.preflight.doctor import (
     check_builds,
     check_bytecode,
     check_compiler,
+    check_folder,
     check_gpus,
     check_machine,
     check_packages,
@@ -41,6 +42,14 @@ def test_every_lack_of_the_machine_comes_with_what_mends_it() -> None:
     checks = check_machine(poor)
     assert [check.state for check in checks] == ["broken", "warning", "warning", "warning", "warning"]
     assert all(check.fix for check in checks)
+
+
+def test_a_folder_that_no_run_can_write_to_is_a_warning(tmp_path: Path) -> None:
+    assert check_folder(tmp_path) == []
+    # Nobody makes files there, root included.
+    (check,) = check_folder(Path("/proc"))
+    assert check.state == "warning" and check.found.startswith("/proc cannot be written to: ")
+    assert check.fix == "go to a folder of yours, or set run.dir"
 
 
 def test_an_import_that_fails_ends_or_hangs_is_named_and_spares_this_process(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -62,6 +63,28 @@ def test_check_shows_tools_conversation_and_rewards_within_80_columns(rlctl: Rlc
 def test_check_of_a_broken_class_exits_with_1_and_names_the_parameter(rlctl: Rlctl) -> None:
     done = rlctl("env", "check", "my_env.py:Broken")
     assert (done.code, done.err) == (1, "error: tool look: parameter where has no type hint\n")
+
+
+def test_check_of_an_agent_names_the_columns_of_rows_without_a_prompt(rlctl: Rlctl, home: Path) -> None:
+    (home / "sums.csv").write_text("question,sum\n1+1=,2\n")
+    source = """
+        import json
+        from urllib.request import Request, urlopen
+
+        def run(task, base_url, api_key):
+            body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": task.prompt}]}).encode()
+            headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+            urlopen(Request(f"{base_url}/chat/completions", body, headers))
+            return 1.0
+    """
+    (home / "my_agent.py").write_text(dedent(source))
+    done = rlctl("env", "check", "my_agent.py:run", "--data", "sums.csv")
+    assert done.code == 1
+    assert "error: episodes 1, 2, 3: the agent asked for a turn, and its messages have no text" in done.err
+    assert "note: the rows have no column prompt or messages, but question, sum: task.prompt is empty here" in done.err
+    (home / "sums.csv").write_text("prompt,sum\n1+1=,2\n")
+    done = rlctl("env", "check", "my_agent.py:run", "--data", "sums.csv")
+    assert done.code == 0 and "no column prompt" not in done.err
 
 
 def test_check_of_a_rollout_function_shows_what_it_sampled(rlctl: Rlctl, home: Path) -> None:

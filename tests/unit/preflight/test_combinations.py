@@ -21,6 +21,19 @@ def test_combinations_that_are_fine(home: Path) -> None:
         load("grpo", "grpo.recipe.yaml", overrides)
 
 
+def test_held_out_rows_of_a_shipped_recipe_next_to_rows_of_ones_own_are_noted(home: Path) -> None:
+    own = "data.train.path=train.jsonl"
+    (note,) = load("grpo", "grpo-tiny", [own]).notes
+    assert note == (
+        "data.validation.path: recipes/grpo-tiny.yaml:7: validation measures that recipe's own rows; "
+        "data.validation.path=null data.validation.fraction=0.05 holds rows of data.train out"
+    )
+    for mend in (["data.validation.path=null", "data.validation.fraction=0.05"], ["data.validation.path=train.jsonl"]):
+        assert load("grpo", "grpo-tiny", [own, *mend]).notes == []
+    assert load("grpo", "grpo-tiny", [own, "validation.every=0", "validation.at_start=false"]).notes == []
+    assert load("grpo", "grpo-tiny", []).notes == []
+
+
 ASYNC = "async.enabled=true"
 OLD = "async.max_trajectory_age_steps=2"
 

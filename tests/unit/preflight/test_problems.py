@@ -309,6 +309,6 @@ def test_each_file_of_a_list_and_a_held_out_share_beside_a_path_is_judged(home: 
     overrides = ["data.validation.path=train.jsonl", "data.validation.fraction=0.1"]
     (problem,) = problems("grpo", "grpo.recipe.yaml", overrides)
     message = "data.validation.fraction=0.1: holds rows of data.train out, and data.validation.path names others"
-    assert message in problem
+    assert f"{message}: set data.validation.path=null to hold rows out" in problem
     composed = load("grpo", "grpo.recipe.yaml", ["data.train.path=[train.jsonl, 's*.jsonl']"])
     assert composed.config.data.train.path == [str(home / "train.jsonl"), str(home / "s*.jsonl")]

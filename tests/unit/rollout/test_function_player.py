@@ -163,7 +163,7 @@ def test_a_used_up_budget_gives_three_empty_lists_and_then_an_error(
 @pytest.mark.parametrize(
     ("action", "failure"),
     [
-        ({"sample": []}, "ids that are no tokens"),
+        ({"sample": []}, "after an empty list: a prompt needs a token"),
         ({"sample": [1, 10**6]}, "ids that are no tokens"),
         ({"reward": 1.0}, "returned without a sample"),
         (EnvironmentFailure("raised", "begin raised KeyError"), "begin raised KeyError"),

@@ -34,6 +34,13 @@ def test_a_turn_is_text_with_its_usage(serve: Serve) -> None:
     assert (answer.model, answer.object) == ("any", "chat.completion")
 
 
+def test_an_empty_turn_is_empty_text_and_a_turn_of_calls_alone_is_null(serve: Serve) -> None:
+    served = serve(script(END, write_call(2, 2)))
+    assert request_turn(served, [USER]).choices[0].message.content == ""
+    message = request_turn(served, [USER], tools=[ADD]).choices[0].message
+    assert message.content is None and len(message.tool_calls) == 1
+
+
 def test_a_later_request_goes_on_with_the_sampled_tokens(serve: Serve) -> None:
     served = serve(script(write_call(2, 2, "Let me see. "), f"4{END}"))
     messages: list[Any] = [USER]
