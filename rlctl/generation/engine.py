@@ -74,11 +74,11 @@ class Engine(ReceivesWeights, Protocol):
     `EngineSpec.max_model_len` tokens, and has the finish "length". An engine that does not support any of these,
     `forced_lengths`, or `EngineSpec.scores`, raises when it is built.
 
-    **Scores.** The answer to a `ScoreRequest` has the scored tokens, their log-probs, and one version, that of the
-    weights which computed all of them. With `top` or `ids` it has two further columns: `top_ids` [n, k], int32,
-    likeliest first or as given, and `top_log_probs` [n, k], float32. Distributions are the softmax of logits divided by
-    the request's temperature, never truncated. Scores are exact: no value is read from a cache of other weights, or
-    left out because a cache had its token. The finish is "length".
+    **Scores.** The answer to a `ScoreRequest` has the scored tokens and their log-probs, all of one weight version.
+    With `top` or `ids` it has two further columns: `top_ids` [n, k], int32, likeliest first or as given, and
+    `top_log_probs` [n, k], float32. Distributions are the softmax of logits divided by the request's temperature, never
+    truncated. Scores are exact: cached keys of other weights change none, and a cached prefix leaves out none. The
+    finish is "length".
 
     **Order.** Answers come in any order. A request is in flight from `submit` until `collect` returns its answer or
     `abort` returns. Its id may be submitted again afterwards.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
 from rlctl.generation.requests import Completion, RequestId, ScoreRequest, TurnRequest, token_versions
-from rlctl.generation.vllm.scores import Scores
+from rlctl.generation.vllm.scores import TokenScores
 
 # `collect` waits for further answers only while at least this many requests per finished answer wait in the engine.
 _WAITING_PER_ANSWER = 2
@@ -98,7 +98,7 @@ class ActiveTurn:
             return 0
         return len(self.output.token_ids) if self.output else scheduled
 
-    def _scored_tokens(self, request: ScoreRequest, scores: Scores) -> Completion:
+    def _scored_tokens(self, request: ScoreRequest, scores: TokenScores) -> Completion:
         tokens = np.asarray(request.tokens[request.start :], np.int32)
         return Completion(tokens, scores.log_probs, self.versions(len(tokens)), "length", scores.columns)
 

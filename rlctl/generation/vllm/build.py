@@ -220,11 +220,10 @@ def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
 
 
 def vllm_score_request(llm: Any, spec: EngineSpec, request: ScoreRequest) -> Any:
-    """Return vLLM's request whose prompt's hidden states score a request's tokens. Raises ValueError if the request is
-    malformed or does not fit the model.
+    """Return vLLM's request for given tokens: the hidden states of its prompt score them. Raises ValueError if the
+    request is malformed or does not fit the model.
 
-    The last token is scored and follows no other token, so the prompt ends before it. vLLM samples one token, which
-    nobody reads.
+    No scored token follows the last one, so the prompt ends before it. vLLM samples one token for nobody.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -1,7 +1,7 @@
 """Scores of given tokens, computed in vLLM's workers from the hidden states of their prompts.
 
 vLLM's own prompt log-probs are of temperature 1. Its first model runner holds the logits of a whole prompt at once, and
-knows no given ids. So a scored request is a prompt of which vLLM samples one token that nobody reads. Each step hands
+knows no given ids. So a scored request is a prompt, and the one token that vLLM samples is not read. Each step hands
 the hidden states of its prompts to `ScoreTable`, which computes log-probs in chunks of `SCORE_ROWS` tokens. A scored
 prompt does not read the prefix cache: every row is computed.
 """
@@ -25,7 +25,7 @@ ComputeLogits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Scores:
+class TokenScores:
     """Scores of one request: float32 [n], and further columns [n, k]."""
 
     log_probs: NDArray[np.float32]
@@ -34,7 +34,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Rows of a step's hidden states that belong to one request."""
+    """One request's rows of a step's hidden states."""
 
     name: str
     # Index of the first row.
@@ -45,7 +45,7 @@ class HiddenRows:
 
 
 class EngineScores:
-    """Requests of an engine that are scored in its workers, by the names of `ActiveRequests`."""
+    """Requests that the workers of an engine score, by the names of `ActiveRequests`."""
 
     def __init__(self, call_workers: CallWorkers) -> None:
         self._call_workers = call_workers
@@ -64,16 +64,16 @@ class EngineScores:
         self._worker_names[name] = worker_name
         self._call_workers("rl_score", worker_name, request)
 
-    def take(self, names: Iterable[str]) -> dict[str, Scores]:
+    def take(self, names: Iterable[str]) -> dict[str, TokenScores]:
         """Remove finished requests, and return their scores. Names of other requests are ignored."""
         finished = {name: self._worker_names.pop(name) for name in names if name in self._worker_names}
         if not finished:
             return {}
-        scores: list[Scores] = self._call_workers("rl_take_scores", list(finished.values()))[0]
+        scores: list[TokenScores] = self._call_workers("rl_take_scores", list(finished.values()))[0]
         return dict(zip(finished, scores))
 
     def forget(self, names: Iterable[str]) -> None:
-        """Remove requests that nobody waits for. Names of other requests are ignored."""
+        """Remove aborted requests. Names of other requests are ignored."""
         forgotten = [self._worker_names.pop(name) for name in names if name in self._worker_names]
         if forgotten:
             self._call_workers("rl_forget_scores", forgotten)
@@ -112,7 +112,7 @@ class ScoredRows:
             self.top_log_probs[place].copy_(top_log_probs[:, : self.width], non_blocking=True)
         self._computed[place] = True
 
-    def scores(self) -> Scores:
+    def scores(self) -> TokenScores:
         """Return the scores, once the device has copied them. Raises RuntimeError if a row was never computed."""
         if self.copied:
             self.copied.synchronize()
@@ -122,7 +122,7 @@ class ScoredRows:
         columns: dict[str, NDArray[Any]] = {}
         if self.request.top or self.ids is not None:
             columns = {TOP_IDS: self.top_ids.numpy().copy(), TOP_LOG_PROBS: self.top_log_probs.numpy().copy()}
-        return Scores(self.log_probs.numpy().copy(), columns)
+        return TokenScores(self.log_probs.numpy().copy(), columns)
 
 
 class ScoreTable:
@@ -148,7 +148,7 @@ class ScoreTable:
         for name in names:
             self._requests.pop(name, None)
 
-    def take(self, names: Sequence[str]) -> list[Scores]:
+    def take(self, names: Sequence[str]) -> list[TokenScores]:
         """Remove finished requests, and return their scores."""
         return [self._requests.pop(name).scores() for name in names]
 

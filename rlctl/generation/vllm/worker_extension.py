@@ -15,7 +15,7 @@ from rlctl.generation.requests import ScoreRequest
 from rlctl.generation.vllm.adapter_loader import find_adapters
 from rlctl.generation.vllm.adapter_refit import AdapterLoader
 from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions, live_tensors
-from rlctl.generation.vllm.scores import Scores, ScoreTable, watch_steps
+from rlctl.generation.vllm.scores import ScoreTable, TokenScores, watch_steps
 from rlctl.generation.vllm.weight_loader import WeightLoader, WeightReceiver, choose_loading
 from rlctl.refit.checksum import ChecksumTable, lay
 from rlctl.refit.param_slices import ParamSlice
@@ -142,13 +142,13 @@ class RefitWorker:
         self._rl_scores.add(name, request)
 
     @return_errors
-    def rl_take_scores(self, names: list[str]) -> list[Scores]:
+    def rl_take_scores(self, names: list[str]) -> list[TokenScores]:
         """Remove finished requests; return their scores. Raises RuntimeError if a row was not computed."""
         return self._rl_scores.take(names)
 
     @return_errors
     def rl_forget_scores(self, names: list[str]) -> None:
-        """Remove requests that are no longer scored."""
+        """Remove aborted requests."""
         self._rl_scores.forget(names)
 
     def rl_memory(self) -> dict[str, float]:

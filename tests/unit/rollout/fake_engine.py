@@ -18,6 +18,7 @@ from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.vllm import engine
 from rlctl.generation.vllm.active_requests import ActiveRequests
 from rlctl.generation.vllm.engine import RefitState, VllmEngine
+from rlctl.generation.vllm.scores import EngineScores
 from rlctl.refit.protocol import Header, RefitReport, Untouched
 from rlctl.refit.refit import EngineEnd, EnginesLost
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
@@ -98,6 +99,7 @@ class SteppedEngine(VllmEngine):
         self.model = model or FakeModel()
         self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
         self._requests = ActiveRequests()
+        self._scores = EngineScores(self._call_workers)
         self._entering = deque()
         self._stats = EngineStats()
         self._version = -1
