@@ -29,6 +29,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 setup: $(READY)
+	@echo "ready: $(BIN)/rlctl; next: recipes/TUTORIAL.md"
 
 # pip must be able to find torch 2.13.0+cpu: in a local folder (find-links) or on PyTorch's CPU index.
 $(READY): pyproject.toml rlctl/preflight/stub_wheels.py

@@ -19,7 +19,8 @@ _DIFFERENCES = {
 `grpo.num_prompts_per_step` counts prompts, and each has `grpo.num_generations_per_prompt` completions. There are no
 epochs: count steps. `accelerate launch` starts a process on each GPU, and `trl vllm-serve` starts the engine; here
 one command starts trainer ranks and engines. A reward function of TRL's form works as it is
-([rlctl/rewards](../rlctl/rewards/README.md)).""",
+([rlctl/rewards](../rlctl/rewards/README.md)), and a `Dataset` may stand in place of a file:
+[a script of both](../rlctl/api/README.md#from-a-script-of-trl).""",
     "verl": """verl splits a batch of prompts into mini-batches and each of these into micro-batches, by number.
 Here `grpo.updates_per_step` says how many updates a batch gives, and ranks pack sequences up to
 `trainer.micro_batch_tokens`. verl places worker groups on a pool of nodes times GPUs; here `trainer.num_ranks`,

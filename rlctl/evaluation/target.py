@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.config.builtin import recipe_names
 from rlctl.config.errors import UserError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
 from rlctl.models.facts import has_weights
@@ -61,6 +62,8 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
     except RunDirError as error:
         if _HUB_NAME.fullmatch(text) and not Path(text).exists():
             return Target(text)
+        if text in recipe_names():
+            raise TargetError(f"{text}: a recipe, which has no weights; name a run, a checkpoint or a model") from None
         near = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
         problem = "no run, no checkpoint, and no folder with config.json and weights"
         raise TargetError(f"{text}: {problem}; {near}") from None

@@ -154,7 +154,7 @@ def _unwritable(directory: str) -> str:
     if not os.path.isdir(folder):
         return f"{show_path(folder)} is no folder: choose another one"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{show_path(folder)} cannot be written to by this user: choose another folder, run.dir=FOLDER"
+        return f"{folder} cannot be written to by this user: choose another folder, run.dir=FOLDER"
     return ""
 
 

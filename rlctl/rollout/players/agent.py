@@ -194,7 +194,7 @@ class AgentCall:
         episode = self._episode
         for ask in asks:
             parent = self._parent(ask)
-            tokens = ask.tokens if parent is None else [*episode.conversation.tokens(parent), *ask.tokens]
+            tokens = ask.tokens if parent is None else episode.conversation.tokens(parent) + ask.tokens
             if not tokens:
                 raise DataError("the agent asked for a turn, and its messages have no text: a prompt needs a token")
             if not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < self._player.vocabulary:

@@ -33,6 +33,7 @@ def add_checkpoint(run: Path) -> Path:
             ["frist"],
             "error: frist: no run, no checkpoint, and no folder with config.json and weights; did you mean first?",
         ),
+        (["grpo-tiny"], "error: grpo-tiny: a recipe, which has no weights; name a run, a checkpoint or a model\n"),
         (["model"], "error: model: belongs to no run: name a recipe too, whose data and rewards it is measured by\n"),
         (["first"], "error: runs/first: is a run without rewards: name a GRPO recipe too, whose data and rewards"),
         (["first", "--step", "3"], "error: runs/first has no checkpoint of step 3; there are 4\n"),
