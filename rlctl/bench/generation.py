@@ -130,7 +130,7 @@ class GenerationBench(Bench):
         config = written.config
         config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
         settled = settle(config, RunMachine(device_of(count_gpus())), read_sizes(shape / "config.json"))
-        files = ModelFiles.find(config.model, folder, 0)
+        files = ModelFiles.prepare(config.model, folder, 0)
         chat = load_chat(config, str(shape))
         prompts = _prompts(chat)
 

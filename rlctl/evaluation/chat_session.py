@@ -60,7 +60,7 @@ class ChatSession:
         identity = talk_id(self._num_talks)
         self.opening = []
         if self.tools is not None:
-            observation = self.tools.pool.reset(identity, self.row, self._num_talks).result()
+            observation = self.tools.pool.reset(identity, self.row, seed=self._num_talks).result()
             if isinstance(observation, EnvironmentFailure):
                 raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
             self.opening = list(opening_messages([], observation)) if observation else []
@@ -83,7 +83,7 @@ def chat_session(
     sampling: (most tokens of an answer, temperature). row: columns for the environment's `reset`.
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError.
     """
-    files = ModelFiles.find(config.model, logs, config.run.seed)
+    files = ModelFiles.prepare(config.model, logs, config.run.seed)
     chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
     max_new_tokens, temperature = sampling
@@ -93,8 +93,9 @@ def chat_session(
         tools = None
         if environment is not None:
             # The pool starts before Ray changes this process's variables.
+            memory_mib = config.environment.memory_mib
             pool = stack.enter_context(
-                EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
+                EnvironmentPool({_KEY: environment}, memory_mib, processes=1, logs=logs, emit=emit)
             )
             tools = _environment_tools(pool, chat, config.environment.tool_format)
         events = tools.pool.events if tools else None
@@ -109,9 +110,10 @@ def _environment_tools(pool: EnvironmentPool, chat: Chat, tool_format: str) -> T
     """
     contract = pool.contracts()[_KEY]
     format = format_of_calls(tool_format, chat)
-    problems = [(contract.name, "has no tools to call while you talk")]
     if contract.tools:
         problems = tool_problems(chat, format)
+    else:
+        problems = [(contract.name, "has no tools to call while you talk")]
     if problems or format is None:
         raise UnusableEnvironmentError(problems)
     return TalkTools(pool, contract, format)
@@ -144,7 +146,7 @@ def served_policy(
 
     sampling: (most tokens of an answer, temperature). Raises DataError, ModelError, PlacementError, TalkError.
     """
-    files = ModelFiles.find(config.model, logs, config.run.seed)
+    files = ModelFiles.prepare(config.model, logs, config.run.seed)
     chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
     settled = settle(config, RunMachine(), files.facts.sizes)
@@ -168,12 +170,15 @@ def served_policy(
         group_seed=0,
     )
     with ExitStack() as stack:
-        pool = stack.enter_context(EnvironmentPool({_KEY: spec}, config.environment.memory_mib, 1, logs, emit))
+        memory_mib = config.environment.memory_mib
+        pool = stack.enter_context(EnvironmentPool({_KEY: spec}, memory_mib, processes=1, logs=logs, emit=emit))
         pool.give_chat(ChatSpec.from_chat(chat), format_of_calls(config.environment.tool_format, chat))
+        # Start the process, and wait until it has loaded `_SERVED`.
         pool.contracts()
         dispatcher = stack.enter_context(engines(settled, files, stops, target.step, logs, emit, pool.events))
         runner = RolloutRunner(AgentPlayer(pool, chat, limits), dispatcher)
         stack.callback(runner.close)
+        # Gets the one rollout if the endpoint ends.
         ended: list[Rollout] = []
         runner.events.ask(lambda: runner.begin([start], ended.append))
         address = _read_address(address_file)

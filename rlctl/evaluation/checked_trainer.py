@@ -118,6 +118,7 @@ class CheckedTrainer:
         """
         values = OtherValues(self.rank.shards())
         self.rank.save(scratch)
+        # An update changes most tensors. `values` changes the others.
         self.train(random_sequences(int(self.rank.info()["vocab_size"]), LENGTHS, 3))
         values.put(dtype)
         yield

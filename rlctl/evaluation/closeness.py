@@ -36,7 +36,7 @@ class Side:
     # Words behind the side's figure in a text, for example `alone`.
     name: str
     # Log-probs computed in the trainer's dtype.
-    rows: Floats
+    log_probs: Floats
     # Log-probs computed in float32 with the same rounded weights; None if the side cannot do this.
     exact: Floats | None
 
@@ -48,14 +48,9 @@ class _Rounding(NamedTuple):
     mean: float
 
     @classmethod
-    def from_rows(cls, rows: Floats, exact: Floats) -> "_Rounding":
-        gaps = _gaps(rows, exact)
+    def measure(cls, log_probs: Floats, exact: Floats) -> "_Rounding":
+        gaps = _gaps(log_probs, exact)
         return cls(float(np.median(gaps)), float(gaps.mean()))
-
-    def is_like(self, other: "_Rounding") -> bool:
-        """Return True if neither rounding is much larger. A side with much more rounding computes something else."""
-        figures = ((self.median, other.median, _MEDIAN_RATIO), (self.mean, other.mean, _MEAN_RATIO))
-        return all(max(first, second) <= ratio * min(first, second) < math.inf for first, second, ratio in figures)
 
 
 @dataclass(frozen=True)
@@ -76,34 +71,49 @@ class Closeness:
         return max(EXACT, _GRADIENT * self.rounding)
 
 
-def compare(dtype: str, first: Side, second: Side) -> Closeness:
+def judge_sides(dtype: str, first: Side, second: Side) -> Closeness:
     """Judge two sides with log-probs of the same tokens. The first token of every sequence has no log-prob.
 
     dtype: the trainer's dtype.
     """
-    tokens = sum(map(len, first.rows))
+    tokens = sum(map(len, first.log_probs))
     if dtype == "float32":
-        worst = float(_gaps(first.rows, second.rows).max())
+        worst = float(_gaps(first.log_probs, second.log_probs).max())
         text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most; allowed: {EXACT:g}"
         return Closeness(worst <= EXACT, text, worst, 0.0)
-    exact = second.exact if first.exact is None else first.exact
-    if exact is None:
-        gaps = _gaps(first.rows, second.rows)
+    # A side that cannot compute in float32 is measured against the other side's float32 log-probs.
+    first_exact = second.exact if first.exact is None else first.exact
+    second_exact = first.exact if second.exact is None else second.exact
+    if first_exact is None or second_exact is None:
+        gaps = _gaps(first.log_probs, second.log_probs)
         error = float(np.exp(gaps).mean())
         bound = BOUNDS[dtype]
         text = f"token_mult_prob_error {error:.4f} over {tokens} tokens; allowed: {bound:g}"
         return Closeness(error <= bound, text, float(gaps.max()), bound - 1)
-    rounding = _Rounding.from_rows(first.rows, exact if first.exact is None else first.exact)
-    other = _Rounding.from_rows(second.rows, exact if second.exact is None else second.exact)
-    is_like = rounding.is_like(other)
-    text = f"{dtype} is {rounding.median:.1e} from that, {other.median:.1e} {second.name}; allowed: twice as much"
+    rounding = _Rounding.measure(first.log_probs, first_exact)
+    other_rounding = _Rounding.measure(second.log_probs, second_exact)
+    # A side with much more rounding than the other computes something else.
+    has_like_medians = _are_within(rounding.median, other_rounding.median, _MEDIAN_RATIO)
+    has_like_means = _are_within(rounding.mean, other_rounding.mean, _MEAN_RATIO)
+    text = f"{dtype} is {rounding.median:.1e} from that, {other_rounding.median:.1e} {second.name}"
+    text += "; allowed: twice as much"
+    if has_like_medians and not has_like_means:
+        # The medians alone would look right.
+        text += f"; on average {rounding.mean:.1e}, {other_rounding.mean:.1e} {second.name}"
+        text += f"; allowed: {_MEAN_RATIO:g} times as much"
+    has_like_rounding = has_like_medians and has_like_means
     if first.exact is None or second.exact is None:
-        worst = float(_gaps(first.rows, second.rows).max())
-        return Closeness(is_like, f"of {tokens} log-probs in float32: {text}", worst, rounding.mean)
+        worst = float(_gaps(first.log_probs, second.log_probs).max())
+        return Closeness(has_like_rounding, f"of {tokens} log-probs in float32: {text}", worst, rounding.mean)
     worst = float(_gaps(first.exact, second.exact).max())
     bound = max(EXACT, _ROUNDING_SHARE * rounding.mean)
     exact_text = f"log-probs of {tokens} tokens differ by {worst:.1e} at most in float32; allowed: {bound:.1g}"
-    return Closeness(is_like and worst <= bound, f"{exact_text}; {text}", worst, rounding.mean)
+    return Closeness(has_like_rounding and worst <= bound, f"{exact_text}; {text}", worst, rounding.mean)
+
+
+def _are_within(first: float, second: float, ratio: float) -> bool:
+    """Return True if each of two numbers is at most `ratio` times the other. False for a NaN or an infinity."""
+    return first <= ratio * second < math.inf and second <= ratio * first < math.inf
 
 
 def _gaps(first: Floats, second: Floats) -> NDArray[np.float32]:

@@ -48,15 +48,16 @@ class PlayedEpisodes:
 def play_episodes(
     config: GrpoConfig, section: DatasetSection, rows: Sequence[Row], count: int, version: int, logs: Path, emit: Emit
 ) -> PlayedEpisodes:
-    """Play `count` episodes of the config's environment with its model, concurrently, each with the next row.
+    """Play `count` episodes of the config's environment with the config's model, concurrently.
 
-    version: version of the weights. logs: folder for the engine's logs. The environment prints to standard error.
+    rows: rows to play, one for each episode; after the last row comes the first again. version: version of the weights.
+    logs: folder for the engine's logs. The environment prints to standard error.
     Turns are sampled at `generation.temperature`. Only the environment gives a reward. Without `get_reward` an episode
     has no reward.
     Raises DataError, ModelError, UnusableEnvironmentError, PlacementError, RuntimeError.
     """
     begin = time.perf_counter()
-    files = ModelFiles.find(config.model, logs, config.run.seed)
+    files = ModelFiles.prepare(config.model, logs, config.run.seed)
     settled = settle(config, RunMachine(), files.facts.sizes)
     chat = load_chat(config, files.chat)
     stops = end_tokens(config, chat).stops
@@ -66,12 +67,13 @@ def play_episodes(
     with ExitStack() as stack:
         # The pool starts before Ray changes this process's variables.
         pool = stack.enter_context(environment_pool(config))
+        # `valued=False`: an episode may end without a reward here.
         setup = set_up(config, pool, chat, tasks[0], valued=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
         dispatcher = stack.enter_context(engines(settled, files, stops, version, logs, emit, pool.events))
         runner = make_runner(settled, chat, dispatcher, pool, setup, trains=False)
         stack.callback(runner.close)
-        ready = time.perf_counter()
+        play_begin = time.perf_counter()
         sampling = Sampling(
             purpose="validation",
             run_seed=config.run.seed,
@@ -81,11 +83,17 @@ def play_episodes(
             temperature=generation.temperature,
         )
         groups = dispatcher.sample(runner, sampling, tasks, version)
-        end = time.perf_counter()
+        play_end = time.perf_counter()
         scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
+    # A dict instead of a set, because it keeps the order of the lines.
     agent_lines: dict[str, None] = {}
     for rollout in chain.from_iterable(group.rollouts for group in groups):
         if rollout.episode:
             agent_lines |= dict.fromkeys(agent_notes(rollout.episode.counts or {}, rollout.episode.rewritten or {}))
     records = group_records(scored, decoder(chat.tokenizer, special=True))
-    return PlayedEpisodes(records, [*setup.template_notes, *agent_lines], ready - begin, end - ready)
+    return PlayedEpisodes(
+        records=records,
+        notes=[*setup.template_notes, *agent_lines],
+        start_s=play_begin - begin,
+        play_s=play_end - play_begin,
+    )

@@ -58,6 +58,7 @@ class EngineProcess:
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the engine and return its result. Raises EngineProcessError with the engine's reason."""
+        # `kwargs` is here for the type of `method` only.
         assert not kwargs
         self._connection.send((method.__name__, args))
         answer: R = self._wait_for_answer(method.__name__)
@@ -94,15 +95,16 @@ def _serve(connection: Connection, spec: EngineSpec, environment: dict[str, str]
         except EOFError:
             break
         except BaseException as error:
-            message = (False, _in_a_line(error))
+            message = (False, _describe_error(error))
         connection.send(message)
         if engine is None:
+            # The engine could not be built.
             break
     # A normal exit would wait for vLLM's threads.
     os._exit(0)
 
 
-def _in_a_line(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error's type and reason as one line.
 
     A validation error's first line has the number of errors and the class, so its second line is taken.

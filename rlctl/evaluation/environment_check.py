@@ -215,6 +215,7 @@ def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], se
     task = {"id": f"row {index}", "prompt": text, "tokens": list(text.encode()), "answer": answer, "row": dict(row)}
     answers = [list(message.encode()) for message in (answer, *MESSAGES) if message]
     begin = time.perf_counter()
+    # Each episode begins with another answer.
     tried = try_function(pool, index, task, seed, answers[index:] + answers[:index])
     failure = None if tried.failure is None else str(tried.failure)
     took = time.perf_counter() - begin
@@ -244,6 +245,7 @@ def _run_agent(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: 
     played = pool.events.submit(rollout).result().episode
     assert played is not None
     turns: list[ScriptedTurn] = []
+    # Message after each message; None after the last.
     replies = [*played.messages[1:], None]
     for message, reply in zip(played.messages, replies, strict=False):
         if message["role"] == "assistant":
@@ -337,6 +339,7 @@ def _play_scripted(
     played = pool.events.submit(rollout).result().episode
     assert played is not None
     if not row and not played.messages and timed.actions[0].outcome.result() is None:
+        # Neither the row nor `reset` gave a message, so the episode had no prompt. Play it with a made-up prompt.
         return _play_scripted(pool, contract, index, row, seed, [_PROMPT])
     reset = next(action for action in timed.actions if action.kind == "reset")
     close = next(action for action in timed.actions if action.kind == "close")
@@ -360,6 +363,7 @@ def _scripted_turn(action: TimedAction) -> ScriptedTurn | None:
         return ScriptedTurn(said=action.arguments[0], answer=answer, failed=failed, seconds=action.seconds)
     if action.kind != "call":
         return None
+    # The scripted policy makes one call in each turn.
     (call,) = action.arguments[0]
     arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
     turn = ScriptedTurn(said=f"{call.name}({arguments})", answer=None, failed=True, seconds=action.seconds)
@@ -408,7 +412,15 @@ def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[Dat
 
     Without a file, return tasks of an environment that rlctl ships, or else one empty row.
     """
-    section = DatasetSection(data, "train", "prompt", "answer", "messages", count, {})
+    section = DatasetSection(
+        path=data,
+        split="train",
+        prompt_key="prompt",
+        answer_key="answer",
+        messages_key="messages",
+        limit=count,
+        args={},
+    )
     if data is not None:
         try:
             path = resolve(data, "dataset", Origin())

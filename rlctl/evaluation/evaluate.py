@@ -54,11 +54,11 @@ class Evaluation:
         self.target = target
         self._emit = emit
         first = next(iter(settings.values())).settled.config
-        self._files = ModelFiles.find(first.model, root, first.run.seed)
+        self._files = ModelFiles.prepare(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.chat)
         self._stops = end_tokens(first, self._chat).stops
         weights = digest_of_weights(Path(self._files.adapter or self._files.folder))
-        self.sets = [self._data_set(name, composed, root, weights) for name, composed in settings.items()]
+        self.sets = [self._make_data_set(name, composed, root, weights) for name, composed in settings.items()]
 
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
         """Sample and score the missing answers; return the result of each data set.
@@ -81,9 +81,11 @@ class Evaluation:
             return False
 
     def _sample_sets(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
+        """Sample and score the missing answers of these data sets, and write their results."""
         # Imported here, because the import is slow and finished results do not need it.
         from rlctl.launch.engines import engines
 
+        # All sets have the same settings but for their rows. The logs are in the folder of the first set.
         settled = sets[0].settled
         logs = sets[0].folder.path / "logs"
         config = settled.config
@@ -104,6 +106,7 @@ class Evaluation:
             if config.rewards:
                 scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
+            # No engine is started if all answers are saved, and only the result is missing.
             if any(data.folder.missing(len(data.tasks), save_every) for data in sets):
                 events = environments.events if environments else None
                 started = engines(settled, self._files, self._stops, self.target.step, logs, self._emit, events)
@@ -121,12 +124,12 @@ class Evaluation:
         with data.folder.claim():
             count = len(data.tasks)
             missing = data.folder.missing(count, save_every)
-            done = count - sum(map(len, missing))
-            progress(data.name, done, count)
+            num_finished = count - sum(map(len, missing))
+            progress(data.name, num_finished, count)
             for places in missing:
                 data.folder.save(places, validation.groups(self.target.step, places))
-                done += len(places)
-                progress(data.name, done, count)
+                num_finished += len(places)
+                progress(data.name, num_finished, count)
 
     def _warn_damage(self, damage: Sequence[str]) -> None:
         """Warn of damaged parts: one line for each of the first `_MOST_LINES`, and the number of the others."""
@@ -136,29 +139,31 @@ class Evaluation:
             self._emit("warning", what=f"{len(damage) - _MOST_LINES} more parts are damaged and sampled again")
 
     def _finish_set(self, data: DataSet) -> None:
+        """Write rollouts.jsonl and the result of a data set, all of whose answers are saved."""
         groups = data.folder.groups(data.tasks)
         facts = {"target": self.target.name, "step": self.target.step, "data": data.name}
         facts |= {"model": self.target.model, "path": str(data.folder.path)}
         records = answer_records(groups, self._chat, self.target.step)
         data.folder.finish(records, result_of(groups, data.settled.config, data.rows, facts))
 
-    def _data_set(self, name: str, composed: Composed[SettledGrpo], root: Path, weights: str) -> DataSet:
+    def _make_data_set(self, name: str, composed: Composed[SettledGrpo], root: Path, weights: str) -> DataSet:
+        """Read the tasks of a data set, and create its folder in `root`. weights: digest of the weights."""
         settled = composed.settled.settle_on(RunMachine(), self._files.facts.sizes)
         tasks = held_out_tasks(settled, self._chat, self._emit)
-        digest = digest_of_rows(tasks)
-        place = f"step_{self.target.step}" if self.target.run else self.target.name
-        path = root / f"{place}--{name}--{digest_of(composed.values(), weights, digest)}"
+        rows_digest = digest_of_rows(tasks)
+        weights_name = f"step_{self.target.step}" if self.target.run else self.target.name
+        path = root / f"{weights_name}--{name}--{digest_of(composed.values(), weights, rows_digest)}"
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "config.yaml", composed.to_yaml())
-        return DataSet(name, settled, tasks, EvaluationFolder(path), digest)
+        return DataSet(name, settled, tasks, EvaluationFolder(path), rows_digest)
 
 
 def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> list[dict[str, Any]]:
     """Return the groups as records of rollouts.jsonl. Each rollout also has `completion`, the text for its rewards."""
-    scored = decoder(chat.tokenizer, special=False)
+    decode_for_rewards = decoder(chat.tokenizer, special=False)
     records = group_records(groups, decoder(chat.tokenizer, special=True))
     for group, record in zip(groups, records):
-        texts = scored([rollout.sampled_tokens.tolist() for rollout in group.rollouts])
+        texts = decode_for_rewards([rollout.sampled_tokens.tolist() for rollout in group.rollouts])
         for rollout, text in zip(record["rollouts"], texts):
             rollout["completion"] = text
         record["row"] = group.task.row

@@ -64,9 +64,11 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
     Raises ConfigError, ModelError, PlacementError.
     """
     config, _ = config_of(target, 0)
-    files = ModelFiles.find(config.model, scratch, 0)
+    files = ModelFiles.prepare(config.model, scratch, 0)
     gpus = count_gpus()
-    request = ResourceRequest(1, 1, 1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process)
+    request = ResourceRequest(
+        ranks=1, engines=1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process
+    )
     placement = place(this_machine(min(gpus, 1)), request)
     memory = device_memory() if placement.device == "cuda" else None
     config = replace(config, placement=replace(config.placement, colocated=gpus > 0))
@@ -180,7 +182,7 @@ def load_measured(
     from rlctl.launch.prepare import RunRequest, prepare
 
     try:
-        within = _measured_by(Path(base)) if is_own else ""
+        within = _recipe_key(Path(base)) if is_own else ""
         request = RunRequest("grpo", base, overrides, is_of_run=is_own, own_overrides=own_overrides, within=within)
         return cast("Composed[SettledGrpo]", prepare(request, "checked").composed)
     except OtherVersionError as error:
@@ -188,7 +190,7 @@ def load_measured(
         raise ConfigError([Problem(base, "", reason)]) from None
 
 
-def _measured_by(config: Path) -> str:
+def _recipe_key(config: Path) -> str:
     """Return the key of the recipe within a run's config that the run validates by; empty for the config itself.
 
     Raises ConfigError for a run without rewards.

@@ -60,7 +60,10 @@ def export(
         raise ExportError(f"--dtype {dtype}: an adapter stays as it is; add --merged for a whole model in {dtype}")
     temporary = to.with_name(f".{to.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write = _write_merged if merged else _copy_adapter if is_adapter(source) else _write_weights
+    if merged:
+        write = _write_merged
+    else:
+        write = _copy_adapter if is_adapter(source) else _write_weights
     try:
         dtypes = write(source, temporary, dtype, warn)
         if target.run is not None:
@@ -103,6 +106,7 @@ def _explain_error(error: OSError, source: Path, to: Path) -> ExportError:
 
 
 def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
+    # Raises ModelError for an adapter that rlctl cannot read.
     read_config(source)
     # Not `copytree`, whose error hides the system's error number.
     for file in [source, *sorted(source.rglob("*"))]:
@@ -116,10 +120,10 @@ def _copy_adapter(source: Path, folder: Path, dtype: ExportDtype | None, warn: C
 
 
 def _write_merged(source: Path, folder: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> list[str]:
-    name = read_config(source).base
-    base = local_folder(name)
+    base_name = read_config(source).base
+    base = local_folder(base_name)
     if base is None:
-        raise ExportError(f"{source}: its base {name} is not on this machine, and --merged adds to its weights")
+        raise ExportError(f"{source}: its base {base_name} is not on this machine, and --merged adds to its weights")
     check_base(source, base)
     return write_merged(base, source, folder, dtype)
 
@@ -129,12 +133,12 @@ def _write_weights(source: Path, folder: Path, dtype: ExportDtype | None, warn: 
 
     files = WeightFiles(source)
     layout = [(name, files.shape(name), _new_dtype(files.kind(name), dtype)) for name in files.names()]
-    # config.json states the dtype of the first tensor.
+    # Floating-point tensors come first, because config.json states the dtype of the first tensor.
     layout.sort(key=lambda row: row[2] not in _DIGITS)
-    dtypes = {files.kind(name) for name in files.names()} & set(_DIGITS)
-    if dtype and dtypes and max(_DIGITS[kind] for kind in dtypes) < _DIGITS[dtype]:
-        warn(f"{source} is {', '.join(sorted(dtypes))}: as {dtype} it takes more bytes and has no more digits")
-    write_folder(source, folder, layout, _tensors(files, layout))
+    source_dtypes = {files.kind(name) for name in files.names()} & set(_DIGITS)
+    if dtype and source_dtypes and max(_DIGITS[kind] for kind in source_dtypes) < _DIGITS[dtype]:
+        warn(f"{source} is {', '.join(sorted(source_dtypes))}: as {dtype} it takes more bytes and has no more digits")
+    write_folder(source, folder, layout, _cast_tensors(files, layout))
     return sorted({kind for _, _, kind in layout})
 
 
@@ -163,6 +167,7 @@ def model_card(
     dtypes: dtypes of the weights. warn: called with one line for each damaged evaluation, which is left out. adapter:
     config of the adapter if the folder is one.
     """
+    # Data at the beginning of README.md, which the hub reads.
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
     config = RunDir(target.run).recorded_config() if target.run else {}
     if config:
@@ -182,7 +187,7 @@ def model_card(
         start = "random weights in the shape of " if config["model"].get("random_init") else ""
         start += model_name(config["model"]["path"])
         parts.append(f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps.")
-        parts += ["## Data", _list_data(config), "## Figures", *_figures(target, target.run, warn)]
+        parts += ["## Data", _list_data(config), "## Figures", *_figure_tables(target, target.run, warn)]
         recipe = yaml.safe_dump(_shareable(config), sort_keys=False).strip()
         parts += ["## Recipe", "Paths are shortened to their last part.", f"```yaml\n{recipe}\n```"]
     return "\n\n".join(parts) + "\n"
@@ -214,7 +219,7 @@ def _list_data(config: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
+def _figure_tables(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator[str]:
     """Yield Markdown tables of the run's validation at the weights' step, and of each evaluation of the weights."""
     records = read_records(RunDir(run).metrics)
     validation: Mapping[str, Any] = {}
@@ -231,21 +236,24 @@ def _figures(target: Target, run: Path, warn: Callable[[str], None]) -> Iterator
             warn(f"{error}; README.md leaves its figures out; {MADE_AGAIN}")
             continue
         if result and "accuracy" in result["figures"]:
-            yield _figures_table(result)
+            yield _evaluation_table(result)
 
 
-def _figures_table(result: Mapping[str, Any]) -> str:
+def _evaluation_table(result: Mapping[str, Any]) -> str:
+    """Return a Markdown table of an evaluation's accuracy, and of its pass@k if there are several answers to a task."""
     figures = result["figures"]
     how = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     title = f"{result['data']}: {figures['tasks']} tasks, {count(result['generations'], 'answer')} each, {how}"
     estimates = {"accuracy": figures["accuracy"]}
     if result["generations"] > 1:
         estimates |= {f"pass@{size}": estimate for size, estimate in figures["pass_at"].items()}
-    rows = [f"| {name} | {estimate['value']:.1%} | {_range(estimate)} |" for name, estimate in estimates.items()]
+    rows = [
+        f"| {name} | {estimate['value']:.1%} | {_interval_text(estimate)} |" for name, estimate in estimates.items()
+    ]
     return "\n".join([f"| {title} | | 95% |", "| --- | --- | --- |", *rows])
 
 
-def _range(estimate: Mapping[str, Any]) -> str:
+def _interval_text(estimate: Mapping[str, Any]) -> str:
     return estimate["note"] if estimate["low"] is None else f"{estimate['low']:.1%} to {estimate['high']:.1%}"
 
 
@@ -253,7 +261,7 @@ def _new_dtype(kind: str, dtype: str | None) -> str:
     return dtype if dtype and kind in _DIGITS else kind
 
 
-def _tensors(files: Any, layout: list[tuple[str, tuple[int, ...], str]]) -> Iterator[tuple[str, Any]]:
+def _cast_tensors(files: Any, layout: list[tuple[str, tuple[int, ...], str]]) -> Iterator[tuple[str, Any]]:
     import torch
 
     for name, _, kind in layout:

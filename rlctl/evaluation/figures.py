@@ -65,12 +65,12 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     scores = list(chain.from_iterable(group.scores for group in groups))
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     metrics = validation_metrics(groups)
-    tasks = [task for task in task_results(groups) if task.scored]
+    scored_tasks = [task for task in task_results(groups) if task.scored]
     figures: dict[str, Any] = {
         "metrics": metrics,
         "tasks": len(groups),
         "answers": len(rollouts),
-        "unscored_tasks": len(groups) - len(tasks),
+        "unscored_tasks": len(groups) - len(scored_tasks),
         "length": {
             "mean": float(lengths.mean()),
             "median": float(np.median(lengths)),
@@ -80,14 +80,14 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "truncated": float(np.mean([rollout.is_cut for rollout in rollouts])),
         "failures": dict(Counter(_cause(score.failed) for score in scores if score.failed).most_common()),
     }
-    if not tasks:
+    if not scored_tasks:
         return figures
-    accuracy = estimate(metrics[HELD_OUT_ACCURACY.name], [float(task.accuracy) for task in tasks], _SHARE)
-    rewards = [task.reward for task in tasks if task.reward is not None]
+    accuracy = estimate(metrics[HELD_OUT_ACCURACY.name], [float(task.accuracy) for task in scored_tasks], _SHARE)
+    rewards = [task.reward for task in scored_tasks if task.reward is not None]
     bounds = _sum_bounds(scores)
     return figures | {
         "accuracy": asdict(accuracy),
-        "pass_at": {str(k): asdict(pass_at_k) for k, pass_at_k in _pass_at(tasks)},
+        "pass_at": {str(k): asdict(pass_at_k) for k, pass_at_k in _pass_at(scored_tasks)},
         "reward": asdict(estimate(metrics[HELD_OUT_REWARD.name], rewards, bounds)) | {"bounds": bounds},
         "rewards": _reward_means(groups),
     }
@@ -131,11 +131,11 @@ def _reward_means(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     names = dict.fromkeys(chain.from_iterable(score.parts for score in scores))
     means: dict[str, Any] = {}
     for name in names:
-        by_task = [_part_values(group.scores, name) for group in groups]
-        rewards = list(chain.from_iterable(by_task))
+        rewards_by_task = [_part_values(group.scores, name) for group in groups]
+        rewards = list(chain.from_iterable(rewards_by_task))
         means[name] = {"failed": len(scores) - len(rewards)}
         if rewards:
-            task_means = [float(np.mean(task_rewards)) for task_rewards in by_task if task_rewards]
+            task_means = [float(np.mean(task_rewards)) for task_rewards in rewards_by_task if task_rewards]
             is_share = _SHARE[0] <= min(rewards) and max(rewards) <= _SHARE[1]
             means[name] |= asdict(estimate(float(np.mean(rewards)), task_means, _SHARE if is_share else None))
     return means
@@ -146,7 +146,9 @@ def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
 
     Such rewards are assumed to have 0 and 1 as bounds, as nearly all rewards of verifiers do.
     """
+    # Weight of each reward by name.
     weights: dict[str, float] = {}
+    # Rewards before the weighted sums, and these sums.
     parts: list[float | None] = []
     sums: list[float] = []
     for score in scores:
@@ -157,7 +159,7 @@ def _sum_bounds(scores: Sequence[Score]) -> Bounds | None:
     low = sum(min(0.0, weight) for weight in weights.values())
     high = sum(max(0.0, weight) for weight in weights.values())
     are_shares = all(part is None or 0.0 <= part <= 1.0 for part in parts)
-    # A sum beyond these bounds has a summand that is not among the parts.
+    # A sum beyond these bounds has a summand that is not among the parts, so its bounds are not known.
     are_within = all(low - 1e-9 <= weighted_sum <= high + 1e-9 for weighted_sum in sums)
     return (low, high) if are_shares and are_within and low < high else None
 

@@ -9,7 +9,7 @@ differed. In 48 trials of 128 tokens each, the largest gap was 1.8 times the rou
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,23 +52,29 @@ def judge_greedy(answers: Sequence[GreedyAnswer], folder: str, device: str, dtyp
     gaps = torch.cat([_gaps_to_best(rows, answer) for rows, answer in zip(logits, answers)])
     rounding = _TieRounding(0.0, 0.0)
     if dtype != "float32":
-        best_pairs = [rows.topk(2) for rows in logits]
-        # Two models at the same time may not fit in memory.
+        # Free the float32 model first, because two models at the same time may not fit in memory.
         del lm
-        lm = plain_model(folder, device, dtype)
-        gap_changes = []
-        has_other_best = []
-        for sequence, (best_logits, best_tokens) in zip(sequences, best_pairs):
-            rounded = plain_logits(lm, sequence)[:-1]
-            rounded_pairs = rounded.gather(1, best_tokens)
-            rounded_gaps = rounded_pairs[:, 0] - rounded_pairs[:, 1]
-            gap_changes.append(rounded_gaps - (best_logits[:, 0] - best_logits[:, 1]))
-            has_other_best.append(rounded_pairs[:, 0] < rounded.amax(-1))
-        rounding = _TieRounding(
-            gap=float(torch.cat(gap_changes).abs().max()),
-            share=float(torch.cat(has_other_best).float().mean()),
-        )
+        rounding = _measure_rounding(plain_model(folder, device, dtype), sequences, logits)
     return _judge_gaps(gaps, rounding, dtype)
+
+
+def _measure_rounding(
+    rounded_lm: Any, sequences: Sequence[NDArray[np.int32]], logits: Sequence[torch.Tensor]
+) -> _TieRounding:
+    """Return how far a model in the engine's dtype differs from the float32 `logits` of the same sequences."""
+    gap_changes = []
+    has_other_best = []
+    for sequence, rows in zip(sequences, logits):
+        best_logits, best_tokens = rows.topk(2)
+        rounded = plain_logits(rounded_lm, sequence)[:-1]
+        rounded_pairs = rounded.gather(1, best_tokens)
+        rounded_gaps = rounded_pairs[:, 0] - rounded_pairs[:, 1]
+        gap_changes.append(rounded_gaps - (best_logits[:, 0] - best_logits[:, 1]))
+        has_other_best.append(rounded_pairs[:, 0] < rounded.amax(-1))
+    return _TieRounding(
+        gap=float(torch.cat(gap_changes).abs().max()),
+        share=float(torch.cat(has_other_best).float().mean()),
+    )
 
 
 def _gaps_to_best(logits: torch.Tensor, answer: GreedyAnswer) -> torch.Tensor:
@@ -83,18 +89,18 @@ def _gaps_to_best(logits: torch.Tensor, answer: GreedyAnswer) -> torch.Tensor:
 
 def _judge_gaps(gaps: torch.Tensor, rounding: _TieRounding, dtype: str) -> Finding:
     """Judge greedy tokens by their gaps to the best tokens: by the largest gap and by the number of nonzero gaps."""
-    tokens = len(gaps)
-    equal = int((gaps == 0).sum())
-    largest_gap = max(EXACT, _ROUNDING_RATIO * rounding.gap)
-    most_tokens = int(_ROUNDING_RATIO * rounding.share * tokens) + _CHANCE_TOKENS
+    num_tokens = len(gaps)
+    num_equal = int((gaps == 0).sum())
+    gap_limit = max(EXACT, _ROUNDING_RATIO * rounding.gap)
+    most_within = int(_ROUNDING_RATIO * rounding.share * num_tokens) + _CHANCE_TOKENS
     # A gap of NaN counts as beyond, because the comparison is false.
-    within = int((gaps <= largest_gap).sum()) - equal
-    beyond = tokens - equal - within
-    text = f"{equal} of {tokens} greedy tokens of the engine are those of transformers with the exported folder"
-    text += f", {within} within rounding" if within else ""
-    text += f", {beyond} beyond" if beyond else ""
-    if within or beyond:
-        text += f": at most {float(gaps.max()):.2g} nats behind the best; allowed: {most_tokens} by {largest_gap:.2g}"
+    num_within = int((gaps <= gap_limit).sum()) - num_equal
+    num_beyond = num_tokens - num_equal - num_within
+    text = f"{num_equal} of {num_tokens} greedy tokens of the engine are those of transformers with the exported folder"
+    text += f", {num_within} within rounding" if num_within else ""
+    text += f", {num_beyond} beyond" if num_beyond else ""
+    if num_within or num_beyond:
+        text += f": at most {float(gaps.max()):.2g} nats behind the best; allowed: {most_within} by {gap_limit:.2g}"
         text += f", about twice what {dtype} does in transformers" if dtype != "float32" else ""
-    figures: dict[str, float] = {"greedy_equal": equal, "greedy_within": within, "greedy_tokens": tokens}
-    return Finding("export", text, not beyond and within <= most_tokens, figures)
+    figures: dict[str, float] = {"greedy_equal": num_equal, "greedy_within": num_within, "greedy_tokens": num_tokens}
+    return Finding("export", text, not num_beyond and num_within <= most_within, figures)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rlctl.config.run_weights import is_adapter
 from rlctl.data.load_data import load_chat
 from rlctl.evaluation.checked_trainer import LENGTHS, CheckedTrainer, checked_trainer, random_sequences
-from rlctl.evaluation.closeness import Closeness, Side, compare
+from rlctl.evaluation.closeness import Closeness, Side, judge_sides
 from rlctl.evaluation.engine_process import EngineProcess
 from rlctl.evaluation.greedy_answers import GreedyAnswer, judge_greedy
 from rlctl.evaluation.model_facts import Finding, describe, describe_tokens
@@ -87,6 +87,7 @@ class CheckedEngine:
         self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
         spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
         trainer.sender.refit_open(spec, self._plan)
+        # The trainer has rank 0 and the engine rank 1. `in_flight` is False, because no request runs during a refit.
         return self._process.call(Engine.refit_open, spec, self._plan, 1, mode, False)
 
     @property
@@ -116,20 +117,21 @@ def packed_alone(trainer: CheckedTrainer, sequences: Sequence[NDArray[np.int32]]
     pack = Side("packed", trainer.log_probs(sequences), trainer.exact_log_probs(sequences))
     alone_rows = trainer.log_probs(sequences, packed=False)
     alone = Side("alone", alone_rows, trainer.exact_log_probs(sequences, packed=False))
-    closeness = compare(trainer.dtype, pack, alone)
-    text = _name_parts(closeness, trainer, "in padded rows" if trainer.padded else "in the pack")
+    closeness = judge_sides(trainer.dtype, pack, alone)
+    text = _closeness_text(closeness, trainer, "in padded rows" if trainer.padded else "in the pack")
     subject = "padded = alone" if trainer.padded else "packed = alone"
     yield Finding(subject, text, closeness.holds, {"max_abs_diff": closeness.worst})
     trainer.rank.save(scratch)
-    norms = []
-    for packed in (True, False):
-        norms.append(trainer.train(sequences, packed=packed))
-        trainer.rank.load(scratch)
-    if not all(norms):
+    packed_norm = trainer.train(sequences, packed=True)
+    trainer.rank.load(scratch)
+    alone_norm = trainer.train(sequences, packed=False)
+    trainer.rank.load(scratch)
+    if not (packed_norm and alone_norm):
         yield Finding("", "norm of the gradient 0: nothing would be trained; are the weights all zero?", False)
         return
-    gap = abs(norms[0] - norms[1]) / norms[1]
-    text = f"norm of the gradient {norms[0]:.6g}, alone {norms[1]:.6g}; allowed: a share of {closeness.gradient:.2g}"
+    gap = abs(packed_norm - alone_norm) / alone_norm
+    text = f"norm of the gradient {packed_norm:.6g}, alone {alone_norm:.6g}"
+    text += f"; allowed: a share of {closeness.gradient:.2g}"
     yield Finding("", text, gap <= closeness.gradient, {"grad_norm_gap": gap})
 
 
@@ -139,7 +141,7 @@ def sample_answers(engine: CheckedEngine, vocab: int) -> list[tuple[NDArray[np.i
     return list(zip(prompts, engine.answers(prompts, 1.0)))
 
 
-def _name_parts(closeness: Closeness, trainer: CheckedTrainer, where: str) -> str:
+def _closeness_text(closeness: Closeness, trainer: CheckedTrainer, where: str) -> str:
     """Return the text of a comparison. If the sides differ, the text names the parts of the model to look at first."""
     return closeness.text if closeness.holds else f"{closeness.text}. {trainer.rank.suspects(where)}"
 
@@ -182,8 +184,8 @@ def as_transformers(
     exact = None if trainer.adapts else trainer.exact_log_probs(sequences)
     model = own_log_probs(folder, device, sequences, trainer.dtype, trainer.keeps_float32)
     trainer_side = Side("trainer", trainer.log_probs(sequences), exact)
-    closeness = compare(trainer.dtype, trainer_side, Side("for its own model", model.rows, model.exact))
-    text = _name_parts(closeness, trainer, "in the trainer")
+    closeness = judge_sides(trainer.dtype, trainer_side, Side("for its own model", model.rows, model.exact))
+    text = _closeness_text(closeness, trainer, "in the trainer")
     return Finding("transformers", text, closeness.holds, {"transformers_diff": closeness.worst})
 
 
@@ -236,6 +238,7 @@ def engine_findings(
     if the trainer has transformers' log-probs. bound: see `agreement`. imports: see `EngineProcess`.
     """
     device = spec.device
+    # Side to look at first if trainer and engine differ, in words.
     side = "in the engine, for the trainer is as transformers" if is_right else "in the trainer"
     environment = engine_kind(spec.kind).environment(device, ["0"] if device != "cpu" else [], [])
     with EngineProcess(spec, environment, scratch / "engine.log", imports) as process:
@@ -247,6 +250,7 @@ def engine_findings(
             side = "in a refit, for both agreed from disk"
         before = engine.checksums()
         modes: tuple[Mode, ...] = ("auto", "staged")
+        # Every refit needs a new version: a mode uses up to four, from 4 * number + 1 on.
         for number, mode in enumerate(modes):
             chosen = engine.open(trainer, spec.dtype, scratch / f"refit-{number}", mode)
             if is_rounded(trainer.rank.layout(spec.dtype), Path(spec.model_path)):
@@ -278,6 +282,7 @@ def engine_findings(
             )
             yield judge_served(served, chosen)
             if chosen.mode != "direct" or trainer.adapts:
+                # "auto" already used shadow weights, or the engine received adapters.
                 break
         yield greedy(trainer, engine, device, vocab, scratch / "export")
 

@@ -34,10 +34,10 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
     """Yield one line for each part of a model. adapters: if given, only these are trained and sent."""
     sizes = facts.sizes
     kinds = facts.kinds
-    model = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_number(sizes.parameters)} parameters"
-    model += f", {_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
+    model = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_short_number(sizes.parameters)} parameters"
+    model += f", {_short_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
     yield Finding("model", f"{model}; vocabulary {sizes.vocab:,}, sequences up to {sizes.max_positions:,} tokens")
-    attention = Counter(_attention(kind) for kind in kinds.attention)
+    attention = Counter(_describe_attention(kind) for kind in kinds.attention)
     lines = [f"{count(number, 'layer')} {text}" for text, number in attention.items()]
     yield Finding("attention", "; ".join(lines) or ("transformers' own" if sizes.heads else "none"))
     if kinds.states:
@@ -48,8 +48,8 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
         yield Finding("rows", f"one sequence each, padded, without kernels for packs: {sizes.one_sequence_a_row}")
     if sizes.experts:
         where = f"{sizes.experts_per_token} of {sizes.experts} in {count(sizes.sparse_layers, 'layer')}"
-        yield Finding("experts", f"{where}, {_number(sizes.expert_parameters)} parameters")
-    yield Finding("output", _output(kinds.logits, sizes.tied, facts.head_bias))
+        yield Finding("experts", f"{where}, {_short_number(sizes.expert_parameters)} parameters")
+    yield Finding("output", _describe_output(kinds.logits, tied=sizes.tied, has_bias=facts.head_bias))
     if kinds.dropout:
         rates = ", ".join(f"{key} {rate:g}" for key, rate in kinds.dropout)
         yield Finding("dropout", f"off in training, since engines have none: config.json has {rates}")
@@ -57,11 +57,11 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
         names = ", ".join(dict.fromkeys(target.name.rpartition(".")[2] for target in adapters.targets))
         layers = count(len(adapters.targets), "linear layer")
         yield Finding("adapter", f"rank {adapters.rank}, scale {adapters.scale:g}, {layers}: {names}")
-        yield Finding("trained", f"its {_number(adapters.parameters)} parameters, over frozen ones")
+        yield Finding("trained", f"its {_short_number(adapters.parameters)} parameters, over frozen ones")
         yield Finding("sent", "its parameters")
         return
     float32 = f", {_short_list(facts.float32)} always in float32" if facts.float32 else ""
-    yield Finding("trained", f"all {_number(sizes.parameters)} parameters{float32}")
+    yield Finding("trained", f"all {_short_number(sizes.parameters)} parameters{float32}")
     buffers = f", and {_short_list(facts.buffers)}, which training leaves alone" if facts.buffers else ""
     yield Finding("sent", f"all parameters{buffers}")
     if facts.kept:
@@ -80,7 +80,7 @@ def describe_tokens(chat: Chat, vocab: int) -> Iterator[Finding]:
     yield from (Finding("", warning) for warning in ends.warnings)
 
 
-def _attention(kind: AttentionKind) -> str:
+def _describe_attention(kind: AttentionKind) -> str:
     """Describe a layer's attention in words. Usual properties are left out."""
     shared = f" over {kind.kv_heads} of keys" if kind.kv_heads != kind.heads else ""
     parts = [f"with {kind.heads} heads of {kind.dim}{shared}"]
@@ -97,9 +97,10 @@ def _attention(kind: AttentionKind) -> str:
     return ", ".join(parts)
 
 
-def _output(logits: LogitTransform, tied: bool, bias: bool) -> str:
+def _describe_output(logits: LogitTransform, tied: bool, has_bias: bool) -> str:
+    """Describe the output matrix and the change of its logits in words. Usual properties are left out."""
     text = "shares the embedding's weight" if tied else "has a weight of its own"
-    text += " and a bias" if bias else ""
+    text += " and a bias" if has_bias else ""
     text += f"; logits times {logits.scale:g}" if logits.scale != 1.0 else ""
     text += f"; logits capped at {logits.softcap:g}" if logits.softcap else ""
     return text
@@ -112,7 +113,7 @@ def _short_list(names: tuple[str, ...]) -> str:
     return f"{len(names)} tensors ({names[0]} and others)"
 
 
-def _number(value: Any) -> str:
+def _short_number(value: Any) -> str:
     """Return a number of parameters as text in thousands, millions or billions."""
     for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if value >= size:

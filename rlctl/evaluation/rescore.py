@@ -92,7 +92,7 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
         raise EvaluationError(f"{error}; or the folder of a finished evaluation") from None
     places = [place for place in index(run.rollouts) if place.purpose == "validation"]
     steps = sorted({place.step for place in places})
-    if not steps or step not in (None, *steps):
+    if not steps or (step is not None and step not in steps):
         hint = f"there are those of {', '.join(map(str, steps))}" if steps else "telemetry.groups_per_validation is 0?"
         which = f"of step {step}" if step is not None else "of any step"
         raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {hint}")
@@ -118,7 +118,7 @@ def _lost_answers(run: RunDir, step: int, num_groups: int) -> str:
         limit = int(run.recorded_config()["telemetry"]["groups_per_validation"])
         recorded = min(limit, int(validations[-1][HELD_OUT_PROMPTS.name]))
     except (LookupError, TypeError, ValueError):
-        return ""  # The number of recorded groups is not known.
+        return ""  # The run has not recorded how many groups there must be.
     if num_groups >= recorded:
         return ""
     damaged = count(damaged_lines(run.rollouts), "damaged line")
@@ -134,7 +134,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     config = composed.settled.config
     if config.has_turns:
         raise EvaluationError("environment: episodes are not scored again: their reward is in part the environment's")
-    groups, inputs = _groups(answers, config)
+    groups, inputs = _read_groups(answers, config)
     rows = digest_of_rows([group.task for group in groups])
     name = f"step_{answers.step}--{answers.data}--rescored-{digest_of(composed.values(), answers.target, rows)}"
     folder = EvaluationFolder((to or answers.root) / name)
@@ -158,18 +158,18 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     return result
 
 
-def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
+def _read_groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
     """Return the groups without scores, and the input of the rewards for each rollout."""
-    completion_text = _completions(answers, config)
+    completion_text = _completion_reader(answers, config)
     groups: list[RolloutGroup] = []
     inputs: list[RewardInput] = []
-    for record, task in zip(answers.groups, _tasks(answers, config)):
+    for record, task in zip(answers.groups, _read_tasks(answers, config)):
         groups.append(RolloutGroup(task, [_rollout_of_record(task, rollout) for rollout in record["rollouts"]]))
         inputs += [reward_input(task, None, completion_text(rollout)) for rollout in record["rollouts"]]
     return groups, inputs
 
 
-def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
+def _read_tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
     """Return the task of each group. A run's records have no rows, so the rows are read from the data set."""
     rows: dict[str, dict[str, Any]] = {}
     if any("row" not in record for record in answers.groups):
@@ -181,14 +181,23 @@ def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
     tasks = []
     for record in answers.groups:
         values = record.get("row", rows.get(record["task"], {}))
-        row = Row(0, record["task"], values)
+        row = Row(number=0, origin=record["task"], values=values)
         messages = question(row, section)[0] if is_chat(row, section) else []
-        tasks.append(Task(record["task"], [], record["prompt"], record["answer"], values, messages=messages))
+        task = Task(
+            id=record["task"],
+            tokens=[],
+            text=record["prompt"],
+            answer=record["answer"],
+            row=values,
+            messages=messages,
+        )
+        tasks.append(task)
     return tasks
 
 
-def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:
+def _completion_reader(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:
     """Return a function that returns the text for the rewards from a rollout's record."""
+    # Texts of the special tokens. Only records of evaluations have `completion`; for others these texts are removed.
     special: list[str] = []
     rollouts = chain.from_iterable(record["rollouts"] for record in answers.groups)
     if any("completion" not in rollout for rollout in rollouts):
@@ -226,7 +235,8 @@ def _rollout_of_record(task: Task, record: Record) -> Rollout:
         versions=np.zeros(length, np.int32),
         finish=record["finish"],
     )
-    return Rollout.from_turn(TurnRequest(request_id, [], length, 0.0, 0), completion)
+    request = TurnRequest(request_id, prompt_tokens=[], max_new_tokens=length, temperature=0.0, seed=0)
+    return Rollout.from_turn(request, completion)
 
 
 def _put_scores(record: Record, group: RolloutGroup) -> Record:

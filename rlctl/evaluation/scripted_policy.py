@@ -15,6 +15,7 @@ from rlctl.environments.tool_formats import ToolCall
 from rlctl.environments.tool_schema import Schema
 from rlctl.generation.requests import Completion, TurnRequest
 
+# Methods of `EnvironmentPool` that act on one episode. Their first argument is the episode's id.
 _ACTIONS = ("reset", "call", "step", "reward", "close")
 
 
@@ -54,6 +55,7 @@ class AgentScript:
             text = tool_turns[turn]
         else:
             text = self.texts[(turn - len(tool_turns)) % len(self.texts)]
+        # `ScriptedPolicy` takes the text at the turn's index.
         return await ScriptedPolicy([text] * (turn + 1)).sample(request)
 
 
@@ -68,7 +70,9 @@ def call_text(call: ToolCall) -> str:
 class TimedAction:
     """One action of an episode, and its time."""
 
+    # Name of the pool's method.
     kind: str
+    # Arguments without the episode's id.
     arguments: tuple[Any, ...]
     outcome: "Future[Any]"
     began: float = field(default_factory=perf_counter)

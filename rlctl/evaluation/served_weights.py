@@ -60,11 +60,11 @@ def make_faint(shards: list[Shard], embedding: str, buffers: Collection[str]) ->
     unscaled_names = re.compile("|".join(["norm", r"\.ln_", *map(re.escape, buffers)]))
     scaled = [shard for shard in shards if not unscaled_names.search(shard.name)]
     embedding_shard = next(shard for shard in scaled if shard.name.endswith(embedding))
-    size = float(embedding_shard.tensor.float().square().mean().sqrt())
-    if size <= _FAINT:
+    root_mean_square = float(embedding_shard.tensor.float().square().mean().sqrt())
+    if root_mean_square <= _FAINT:
         return
     for shard in scaled:
-        shard.tensor.mul_(_FAINT / size)
+        shard.tensor.mul_(_FAINT / root_mean_square)
 
 
 def refuse_too_large(parameters: int, device: str) -> Finding | None:
@@ -92,11 +92,11 @@ class OtherValues:
     def put(self, dtype: str) -> None:
         """Change each tensor whose values, rounded to `dtype`, still equal the first values."""
         random = torch.Generator().manual_seed(0)
-        kind = getattr(torch, dtype)
+        torch_dtype = getattr(torch, dtype)
         for live, copy in self._copies:
-            if torch.equal(live.to(kind), copy.to(kind)):
-                size = _SHARE_OF_MEAN * copy.abs().float().mean() or torch.tensor(_SIZE_OF_ZEROS)
-                step = size.cpu() * torch.randn(live.shape, generator=random)
+            if torch.equal(live.to(torch_dtype), copy.to(torch_dtype)):
+                deviation = _SHARE_OF_MEAN * copy.abs().float().mean() or torch.tensor(_SIZE_OF_ZEROS)
+                step = deviation.cpu() * torch.randn(live.shape, generator=random)
                 live.add_(step.to(live.device, live.dtype))
 
     def undo(self) -> None:

@@ -32,8 +32,11 @@ Bounds = tuple[float, float]
 _LEVEL = 0.95
 _ONE_TASK = "one task has no interval"
 _EQUAL_TASKS = "all tasks are equal: no interval"
-# Most values of a test's exact distribution. Beyond, random signs are drawn, `_DRAWS` times.
-_MOST_VALUES = 4_000_000
+# Most different sums in a test's exact distribution. Each sum takes 8 bytes.
+_MOST_SUMS = 4_000_000
+# Most additions to compute this distribution. They take seconds.
+_MOST_ADDITIONS = 1000 * _MOST_SUMS
+# Number of draws of random signs, for a test without an exact distribution.
 _DRAWS = 20_000
 # A float counts as a fraction with at most this denominator if they differ by rounding only. Means of rewards of 0 and
 # 1 are such fractions.
@@ -89,21 +92,23 @@ def estimate(value: float, means: Sequence[float], bounds: Bounds | None = None)
 
     One task gives no interval. Without bounds equal means give none either, because their variance is 0.
     """
-    rows = np.asarray(means, np.float64)
-    if len(rows) < 2:
+    task_means = np.asarray(means, np.float64)
+    if len(task_means) < 2:
         return Estimate(value, None, None, _ONE_TASK)
-    freedom = len(rows) - 1
+    freedom = len(task_means) - 1
     if bounds is None or bounds[0] >= bounds[1]:
         # Equal means may differ by rounding.
-        if float(np.ptp(rows)) <= 1e-12 * float(np.abs(rows).max()):
+        if float(np.ptp(task_means)) <= 1e-12 * float(np.abs(task_means).max()):
             return Estimate(value, None, None, _EQUAL_TASKS)
-        half = t_quantile(freedom) * _standard_error(rows)
-        return Estimate(value, value - half, value + half)
-    bounded_rows = np.append(rows, bounds)
-    centre = float(bounded_rows.mean())
-    half = t_quantile(freedom) * _standard_error(bounded_rows)
-    low = max(bounds[0], centre - half)
-    high = min(bounds[1], centre + half)
+        half_width = t_quantile(freedom) * _standard_error(task_means)
+        return Estimate(value, value - half_width, value + half_width)
+    # Two tasks are added, one at each bound.
+    added_means = np.append(task_means, bounds)
+    centre = float(added_means.mean())
+    half_width = t_quantile(freedom) * _standard_error(added_means)
+    low = max(bounds[0], centre - half_width)
+    high = min(bounds[1], centre + half_width)
+    # The added tasks move the centre, so `value` may be outside.
     return Estimate(value, min(value, low), max(value, high))
 
 
@@ -113,7 +118,7 @@ def t_quantile(freedom: int) -> float:
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4, inverted by bisection.
     """
-    odd = freedom % 2
+    odd = freedom % 2  # The series differs for odd and for even degrees of freedom.
     index = np.arange(1, (freedom - 1) // 2 if odd else freedom // 2)
     ratios = 2 * index / (2 * index + 1) if odd else (2 * index - 1) / (2 * index)
     # Factors of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; with one degree of freedom they are 0.
@@ -148,12 +153,12 @@ def compare_means(
     """
     if not first or len(first) != len(second):
         raise ValueError(f"{len(first)} and {len(second)} tasks are no pairs")
-    rows = np.asarray([float(after) - float(before) for before, after in zip(first, second)], np.float64)
-    mean = estimate(float(rows.mean()), rows.tolist(), bounds)
+    differences = np.asarray([float(after) - float(before) for before, after in zip(first, second)], np.float64)
+    mean = estimate(float(differences.mean()), differences.tolist(), bounds)
     p_value = _exact_p_value(first, second)
     test = "exact"
     if p_value is None:
-        p_value = _drawn_p_value(rows)
+        p_value = _drawn_p_value(differences)
         test = f"{_DRAWS:,} drawn signs"
     return Difference(
         mean=mean.value,
@@ -162,32 +167,34 @@ def compare_means(
         note=mean.note,
         p_value=p_value,
         test=test,
-        better=int((rows > 0).sum()),
-        worse=int((rows < 0).sum()),
-        equal=int((rows == 0).sum()),
+        better=int((differences > 0).sum()),
+        worse=int((differences < 0).sum()),
+        equal=int((differences == 0).sum()),
     )
 
 
-def _standard_error(rows: NDArray[np.float64]) -> float:
-    return float(rows.std(ddof=1)) / sqrt(len(rows))
+def _standard_error(task_means: NDArray[np.float64]) -> float:
+    return float(task_means.std(ddof=1)) / sqrt(len(task_means))
 
 
 def _exact_p_value(first: Sequence[Fraction | float], second: Sequence[Fraction | float]) -> float | None:
     """Return the exact p-value; None if a mean is no fraction, or if there are too many sums to compute."""
+    # Without differences of 0, because their sign changes no sum.
     differences: list[Fraction] = []
     for before, after in zip(first, second):
-        start = _fraction(before)
-        end = _fraction(after)
-        if start is None or end is None:
+        first_mean = _fraction(before)
+        second_mean = _fraction(after)
+        if first_mean is None or second_mean is None:
             return None
-        if start != end:
-            differences.append(end - start)
-    scale = lcm(*(difference.denominator for difference in differences))
-    steps = [abs(int(difference * scale)) for difference in differences]
-    sums = 2 * sum(steps) + 1
-    if sums > _MOST_VALUES or len(steps) * sums > _MOST_VALUES * 1000:
+        if first_mean != second_mean:
+            differences.append(second_mean - first_mean)
+    # The common denominator turns the differences into whole numbers.
+    denominator = lcm(*(difference.denominator for difference in differences))
+    steps = [abs(int(difference * denominator)) for difference in differences]
+    num_sums = 2 * sum(steps) + 1
+    if num_sums > _MOST_SUMS or len(steps) * num_sums > _MOST_ADDITIONS:
         return None
-    return _tail_probability(steps, abs(int(sum(differences, Fraction(0)) * scale)))
+    return _tail_probability(steps, abs(int(sum(differences, Fraction(0)) * denominator)))
 
 
 def _fraction(value: Fraction | float) -> Fraction | None:
@@ -198,29 +205,33 @@ def _fraction(value: Fraction | float) -> Fraction | None:
     return fraction if abs(fraction - Fraction(value)) <= _ROUNDING * max(1.0, abs(value)) else None
 
 
-def _drawn_p_value(rows: NDArray[np.float64]) -> float:
+def _drawn_p_value(differences: NDArray[np.float64]) -> float:
+    """Return the share of `_DRAWS` random choices of signs with a sum at least as far from 0 as the measured sum."""
     # Slightly smaller, because a drawn sum that equals the measured sum may differ by rounding.
-    measured = abs(float(rows.sum())) * (1 - 1e-12)
+    measured = abs(float(differences.sum())) * (1 - 1e-12)
     draws = np.random.default_rng(0)
     extreme = 0
     for _ in range(_DRAWS // 100):
-        sums = draws.choice([-1.0, 1.0], (100, len(rows))) @ rows
+        sums = draws.choice([-1.0, 1.0], (100, len(differences))) @ differences
         extreme += int((np.abs(sums) >= measured).sum())
+    # The measured signs count as one more draw, so that the p-value is never 0.
     return (extreme + 1) / (_DRAWS + 1)
 
 
 def _tail_probability(steps: Sequence[int], distance: int) -> float:
     """Return the probability that a sum of `steps`, each with a random sign, is at least `distance` from 0."""
     total = sum(steps)
-    # Probability of each sum, from -total to total.
-    chance = np.zeros(2 * total + 1)
-    chance[total] = 1.0
+    # Probability of each sum, from -total to total: index `total` is the sum 0.
+    chances = np.zeros(2 * total + 1)
+    chances[total] = 1.0
+    # Largest sum of the steps so far.
     reach = 0
     for step in steps:
-        part = chance[total - reach : total + reach + 1].copy()
-        chance[total - reach : total + reach + 1] = 0.0
-        chance[total - reach - step : total + reach - step + 1] += part / 2
-        chance[total - reach + step : total + reach + step + 1] += part / 2
+        # Half of every sum's probability moves down by `step`, and half moves up.
+        reached = chances[total - reach : total + reach + 1].copy()
+        chances[total - reach : total + reach + 1] = 0.0
+        chances[total - reach - step : total + reach - step + 1] += reached / 2
+        chances[total - reach + step : total + reach + step + 1] += reached / 2
         reach += step
-    sums = np.abs(np.arange(-total, total + 1))
-    return min(1.0, float(chance[sums >= distance].sum()))
+    distances = np.abs(np.arange(-total, total + 1))
+    return min(1.0, float(chances[distances >= distance].sum()))

@@ -83,6 +83,7 @@ class EvaluationFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise EvaluationError(f"{self.path} is being evaluated by another process") from None
+            # Parts that a killed evaluation did not finish.
             for unfinished in self._parts.glob("tmp_*"):
                 shutil.rmtree(unfinished)
             yield
@@ -103,12 +104,13 @@ class EvaluationFolder:
 
     def places(self) -> set[int]:
         """Return the indices of the tasks whose groups are saved."""
-        return set(chain.from_iterable(self._finished_parts()))
+        return set(chain.from_iterable(self._saved_ranges()))
 
     def drop_damaged(self) -> list[str]:
         """Remove each part that does not match its manifest; return a line on each. Call this within `claim`."""
         lines = []
-        for folder, places in zip(self._folders(), list(self._finished_parts())):
+        # A list, because the generator would read the folders while the loop removes them.
+        for folder, places in zip(self._part_folders(), list(self._saved_ranges())):
             if damage := find_damage(folder):
                 path, problem = next(iter(damage.items()))
                 further = f" (and {len(damage) - 1} more)" if len(damage) > 1 else ""
@@ -119,7 +121,7 @@ class EvaluationFolder:
     def groups(self, tasks: Sequence[Task]) -> list[RolloutGroup]:
         """Return the saved group of each task. tasks: all tasks. Raises EvaluationError if a group is missing."""
         rollouts: dict[int, list[Rollout]] = {}
-        for folder in self._folders():
+        for folder in self._part_folders():
             rollouts |= load_groups(folder)
         if lost := [task.id for place, task in enumerate(tasks) if place not in rollouts]:
             raise EvaluationError(f"{self._parts}: no answers to {len(lost)} of {len(tasks)} tasks, first {lost[0]}")
@@ -163,10 +165,10 @@ class EvaluationFolder:
         except (OSError, ValueError, KeyError, TypeError):
             raise DamagedResult(f"{file}: not the result of an evaluation") from None
 
-    def _folders(self) -> list[Path]:
+    def _part_folders(self) -> list[Path]:
         return sorted(path for path in self._parts.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
 
-    def _finished_parts(self) -> Iterator[range]:
-        for folder in self._folders():
+    def _saved_ranges(self) -> Iterator[range]:
+        for folder in self._part_folders():
             first, _, last = folder.name.partition("-")
             yield range(int(first), int(last) + 1)

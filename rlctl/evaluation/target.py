@@ -55,8 +55,8 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")
         if is_checkpoint(path):
             return _target_of_checkpoint(path)
-        inside = path.name == "hf" and is_checkpoint(path.parent)
-        return _target_of_checkpoint(path.parent) if inside else Target(str(path))
+        is_export = path.name == "hf" and is_checkpoint(path.parent)
+        return _target_of_checkpoint(path.parent) if is_export else Target(str(path))
     try:
         run = find_run(text, root)
     except RunDirError as error:
@@ -64,9 +64,10 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
             return Target(text)
         if text in recipe_names():
             raise TargetError(f"{text}: a recipe, which has no weights; name a run, a checkpoint or a model") from None
-        near = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
+        # The error's text has the names of similar runs after "; ".
+        hint = str(error).partition("; ")[2] or "`rlctl runs list` shows the runs"
         problem = "no run, no checkpoint, and no folder with config.json and weights"
-        raise TargetError(f"{text}: {problem}; {near}") from None
+        raise TargetError(f"{text}: {problem}; {hint}") from None
     return _target_of_run(run, step)
 
 
@@ -77,7 +78,7 @@ def digest_of_weights(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     if folder.name == "hf" and (folder.parent / MANIFEST).is_file():
-        digest.update(json.dumps(_digests(folder.parent), sort_keys=True).encode())
+        digest.update(json.dumps(_recorded_digests(folder.parent), sort_keys=True).encode())
         return digest.hexdigest()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         facts = path.stat()
@@ -97,38 +98,42 @@ def _target_of_run(run: Path, step: int | None) -> Target:
         if step not in by_step or not hold(by_step[step].path):
             listed = ", ".join(map(str, by_step)) or "none"
             raise TargetError(f"{run} has no checkpoint of step {step}; there are {listed}")
-        return _target(by_step[step], run)
+        return _checked_target(by_step[step], run)
     checked = checkpoints.damage_of_newest()
     if checked is None:
         raise TargetError(f"{run} has no checkpoint yet")
     newest, damage = checked
     if damage:
-        # A run that still trains may have deleted this checkpoint meanwhile, and saved another.
+        # A run that still trains may have deleted this checkpoint meanwhile, and saved another. Then search again.
         if checkpoints.damage_of_newest() != checked:
             return _target_of_run(run, step)
     elif newest not in by_step or not hold(by_step[newest].path):
+        # The run saved the newest checkpoint after `by_step` was read, or has deleted it since. Search again.
         return _target_of_run(run, step)
     earlier = [by_step[number] for number in by_step if number < newest]
     exported = [checkpoint for checkpoint in earlier if is_model(checkpoint.export)]
     try:
         if damage:
             raise TargetError(damage)
-        return _target(by_step[newest], run)
+        return _checked_target(by_step[newest], run)
     except TargetError as error:
         if not exported:
             raise
+        # Add an earlier checkpoint with weights to the message.
         previous = exported[-1]
         raise TargetError(f"{error}; the one before: --step {previous.step}, or {previous.path}") from None
 
 
 def _target_of_checkpoint(path: Path) -> Target:
+    """Return the weights of the checkpoint in folder `path`. Raises TargetError."""
     by_path = {checkpoint.path: checkpoint for checkpoint in Checkpoints(path.parent, 1, 0).all()}
     if path not in by_path or not hold(path):
         raise TargetError(f"{path}: no checkpoint of rlctl, or its state.json cannot be read")
-    return _target(by_path[path], path.absolute().parents[1])
+    # A checkpoint is RUN/checkpoints/step_N.
+    return _checked_target(by_path[path], run=path.absolute().parents[1])
 
 
-def _target(checkpoint: Checkpoint, run: Path) -> Target:
+def _checked_target(checkpoint: Checkpoint, run: Path) -> Target:
     """Return a checkpoint's weights after a check of their files. Raises TargetError for damage."""
     folder = checkpoint.export
     if damage := damage_of_weights(folder):
@@ -138,7 +143,7 @@ def _target(checkpoint: Checkpoint, run: Path) -> Target:
     return Target(str(folder), checkpoint.step, run if (run / "config.yaml").is_file() else None)
 
 
-def _digests(checkpoint: Path) -> dict[str, str]:
+def _recorded_digests(checkpoint: Path) -> dict[str, str]:
     """Return the digest of each file of hf/ in the checkpoint's manifest."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text())["files"]

@@ -226,7 +226,7 @@ def find_model(config: RunConfig, run_dir: RunDir, resumed: Checkpoint | None) -
     if not checkpoint.resolve().is_relative_to(run_dir.checkpoints.resolve()):
         # `hold` keeps another live run from pruning the checkpoint. This run's own checkpoints are pruned as usual.
         hold(checkpoint)
-    files = ModelFiles.find(model, run_dir.path, config.run.seed, merge=config.lora is None)
+    files = ModelFiles.prepare(model, run_dir.path, config.run.seed, merge=config.lora is None)
     if resumed is None and (damage := damage_of_weights(Path(files.adapter or config.model.path))):
         raise ModelError(f"model.path: {damage}; name another checkpoint")
     return files

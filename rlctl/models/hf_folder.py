@@ -40,23 +40,24 @@ class WeightFiles:
 
         check_weights(folder)
         self.folder = folder
-        self._file: dict[str, Any] = {}
+        # Tensor name -> open file with the tensor.
+        self._file_of_tensor: dict[str, Any] = {}
         for file in weight_files(folder):
             handle: Any = safe_open(file, framework="pt")
-            self._file |= dict.fromkeys(handle.keys(), handle)
+            self._file_of_tensor |= dict.fromkeys(handle.keys(), handle)
 
     def names(self) -> list[str]:
         """Return the names of all tensors on disk."""
-        return list(self._file)
+        return list(self._file_of_tensor)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor with this name on disk. Raises KeyError."""
-        tensor: Tensor = self._file_of(name).get_tensor(name)
+        tensor: Tensor = self._find_file(name).get_tensor(name)
         return tensor
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor on disk."""
-        kind: torch.dtype = self._file[name].get_slice(name)[:1].dtype
+        kind: torch.dtype = self._file_of_tensor[name].get_slice(name)[:1].dtype
         return kind
 
     def kind(self, name: str) -> str:
@@ -65,20 +66,20 @@ class WeightFiles:
 
     def shape(self, name: str) -> Shape:
         """Return the shape of a tensor on disk."""
-        return tuple(self._file[name].get_slice(name).get_shape())
+        return tuple(self._file_of_tensor[name].get_slice(name).get_shape())
 
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
         """Read the box of tensor `name` from `start` with `size` elements in each dimension. Raises as `read_into`."""
-        stored = self._file_of(name).get_slice(name)
+        stored = self._find_file(name).get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise ValueError(f"{self.folder}: {name} has shape {tuple(stored.get_shape())}, expected {shape}")
-        numbers: Tensor = stored[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
-        return numbers
+        box: Tensor = stored[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
+        return box
 
-    def _file_of(self, name: str) -> Any:
-        if name not in self._file:
+    def _find_file(self, name: str) -> Any:
+        if name not in self._file_of_tensor:
             raise KeyError(f"{self.folder} has no tensor {name}")
-        return self._file[name]
+        return self._file_of_tensor[name]
 
     def read_into(self, rows: Iterable[TensorRow], target: Tensor) -> None:
         """Fill `target`, a whole parameter or buffer, from its rows. Raises KeyError or ValueError with the tensor's
@@ -106,6 +107,7 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
     files = WeightFiles(folder)
     embedding = table.rows_of(f"{facts.embedding}.weight")[0]
     for name in files.names():
+        # A tied output has no row in the table. Only its name shows it.
         if name in table.by_name or not name.endswith(f"{facts.head}.weight"):
             continue
         if files.shape(name) != embedding.shape or not _are_equal(files, name, embedding.name):
@@ -118,9 +120,9 @@ def check_tied(folder: Path, table: ParameterTable, facts: ModelFacts) -> None:
 def _are_equal(files: WeightFiles, name: str, other: str) -> bool:
     """Return True if two matrices of the same shape are equal in float32."""
     shape = files.shape(name)
-    rows, width = shape
-    for begin in range(0, rows, _COMPARED_ROWS):
-        size = (min(_COMPARED_ROWS, rows - begin), width)
+    num_rows, width = shape
+    for begin in range(0, num_rows, _COMPARED_ROWS):
+        size = (min(_COMPARED_ROWS, num_rows - begin), width)
         part = files.part(name, shape, (begin, 0), size)
         other_part = files.part(other, shape, (begin, 0), size)
         if not torch.equal(part.float(), other_part.float()):
@@ -139,6 +141,7 @@ class FolderWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._layout = layout
+        # Tensor name -> name of its file.
         self._file_of = _shard_names(layout)
         self._dtypes: dict[str, torch.dtype] = {name: getattr(torch, kind) for name, _, kind in layout}
         layout_by_file: dict[str, Layout] = {}
@@ -146,7 +149,7 @@ class FolderWriter:
             layout_by_file.setdefault(self._file_of[name], []).append((name, shape, kind))
         self._files = {file: lay_out(part, {"format": "pt"}) for file, part in layout_by_file.items()}
         # File name -> its open descriptor.
-        self._open: dict[str, int] = {}
+        self._descriptors: dict[str, int] = {}
         # Checksum: sum of the values of all bytes written to weight files.
         self._sum = 0
 
@@ -154,22 +157,22 @@ class FolderWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for descriptor in self._open.values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._open = {}
+        self._descriptors = {}
 
     def write(self, name: str, start: Shape, part: Tensor) -> None:
         """Write `part` as the box of tensor `name` that begins at `start`, converted to the folder's dtype."""
         file = self._file_of[name]
         host_part = part.detach().to("cpu", self._dtypes[name])
         with _name_file(self._folder / file):
-            self._sum += write_box(self._descriptor(file), self._files[file].places[name], start, host_part)
+            self._sum += write_box(self._open_file(file), self._files[file].places[name], start, host_part)
 
     def write_headers(self) -> None:
         """Write the headers of all files, and the index if there are several files."""
         for file, layout in self._files.items():
             with _name_file(self._folder / file):
-                write_at(self._descriptor(file), layout.header, 0)
+                write_at(self._open_file(file), layout.header, 0)
             self._sum += sum(layout.header)
         if len(self._files) > 1:
             total = sum(_nbytes(shape, dtype) for _, shape, dtype in self._layout)
@@ -178,20 +181,21 @@ class FolderWriter:
 
     def sync(self) -> int:
         """Flush all files to the disk. Return the sum of the values of all bytes written to weight files."""
-        for file, descriptor in self._open.items():
+        for file, descriptor in self._descriptors.items():
             with _name_file(self._folder / file):
                 os.fsync(descriptor)
         return self._sum
 
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
+    def _open_file(self, file: str) -> int:
+        """Return the descriptor of a weight file, opened once."""
+        if file not in self._descriptors:
             # Write-only: a network file system must not read back a page into which another process writes.
-            self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, 0o644)
-        return self._open[file]
+            self._descriptors[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CREAT, 0o644)
+        return self._descriptors[file]
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder, sorted by name."""
+def list_weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that exist in a folder, sorted by name."""
     return sorted(folder.glob("model*.safetensors"))
 
 
@@ -253,6 +257,7 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
+        # safetensors writes the system's error number as text.
         match = re.search(r"os error (\d+)", str(error))
         if match is None:
             raise
@@ -272,18 +277,19 @@ def _name_file(file: Path) -> Iterator[None]:
 def _shard_names(layout: Layout) -> dict[str, str]:
     """Return tensor name -> file name. Files are filled in order, each with at most SHARD_BYTES."""
     shard_numbers: dict[str, int] = {}
-    shards = 0
+    num_shards = 0
+    # Free bytes of the last file. It is negative after a tensor that is larger than a file.
     room = 0
     for name, shape, dtype in layout:
         size = _nbytes(shape, dtype)
         if size > room:
-            shards += 1
+            num_shards += 1
             room = SHARD_BYTES
-        shard_numbers[name] = shards
+        shard_numbers[name] = num_shards
         room -= size
-    if shards == 1:
+    if num_shards == 1:
         return dict.fromkeys(shard_numbers, "model.safetensors")
-    return {name: f"model-{number:05d}-of-{shards:05d}.safetensors" for name, number in shard_numbers.items()}
+    return {name: f"model-{number:05d}-of-{num_shards:05d}.safetensors" for name, number in shard_numbers.items()}
 
 
 def _nbytes(shape: Shape, dtype: str) -> int:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ class ModelFiles:
 
     # Hugging Face folder on this machine.
     folder: str
-    # Folder in the config, or its download. With `random_init` it differs from `folder`.
+    # Folder of the model without adapters, in the config or downloaded. It differs from `folder` with `random_init` and
+    # after a merge, which write a new folder.
     source: str
     facts: ModelFacts
     # PEFT's adapter folder, if `model.path` is one; `folder` then has its base model. None for a model without adapter.
     adapter: str | None = None
-    # Folder or hub name of the base model, without an adapter.
+    # Folder or hub name that names the model without adapters. After a merge it is the merged folder.
     base: str = ""
 
     @property
@@ -42,37 +43,46 @@ class ModelFiles:
         return read_spec(Path(self.adapter), self.facts.sizes.linears) if self.adapter else None
 
     @classmethod
-    def find(cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False) -> "ModelFiles":
-        """Find the folder and facts of a model. A hub model is downloaded once into the Hugging Face cache.
+    def prepare(cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False) -> "ModelFiles":
+        """Make a model's folder ready on this machine, and return it with the model's facts.
 
-        For an adapter the base is found too. merge: write the merged model into the run directory and return it. With
-        `random_init` the random model is written there, once for all attempts. Raises ModelError for a model that rlctl
+        A hub model is downloaded once into the Hugging Face cache. For an adapter the base model is prepared too.
+        merge: write an adapter's sum with its base into the run directory, and return this folder. With `random_init`
+        a random model is written there, once for all attempts. Raises ModelError for a model that rlctl
         does not train, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
         """
         adapter = _fetch_adapter(model.path)
-        base = source = read_config(adapter).base if adapter else model.path
-        if not os.path.isdir(source):
+        # Folder or hub name of the model without adapters.
+        base = read_config(adapter).base if adapter else model.path
+        if os.path.isdir(base):
+            source = base
+        else:
             # Fetch config.json first: two kilobytes show whether rlctl can train the model.
-            read_sizes(_download(source, ["config.json"]) / "config.json")
-            source = str(_download(source, _FETCHED_FILES))
+            read_sizes(_download(base, ["config.json"]) / "config.json")
+            source = str(_download(base, _FETCHED_FILES))
         check_config(Path(source) / "config.json")
-        folder = source
         if model.random_init:
             folder = str(run_dir / "init")
-            _make_random(source, folder, seed)
+            _make_random(shape=source, folder=folder, seed=seed)
         else:
             check_weights(Path(source))
+            folder = source
         facts = find_facts(Path(folder))
         if adapter is None:
             return cls(folder, source, facts, base=base)
-        files = cls(folder, source, facts, adapter=str(adapter), base=base)
         check_base(adapter, Path(folder))
+        files = cls(folder, source, facts, adapter=str(adapter), base=base)
+        # Read the adapter's tensors too, which raises ModelError for an adapter that does not fit the base.
         assert files.adapters
         if not merge:
             return files
         merged = run_dir / "init"
-        arguments = (str(adapter), folder, str(merged))
-        _make_folder(merged, f"no merged model of {adapter}", "rlctl.models.merge_adapter", *arguments)
+        _make_folder(
+            merged,
+            failure=f"no merged model of {adapter}",
+            module="rlctl.models.merge_adapter",
+            arguments=[str(adapter), folder, str(merged)],
+        )
         return cls(str(merged), source, find_facts(merged), base=str(merged))
 
     @property
@@ -116,21 +126,26 @@ def check_base(adapter: Path, base: Path) -> None:
 
 
 def _make_random(shape: str, folder: str, seed: int) -> None:
-    failure = f"no random model in the shape of {shape}"
-    _make_folder(Path(folder), failure, "rlctl.models.meta_model", shape, folder, str(seed))
+    _make_folder(
+        Path(folder),
+        failure=f"no random model in the shape of {shape}",
+        module="rlctl.models.meta_model",
+        arguments=[shape, folder, str(seed)],
+    )
 
 
-def _make_folder(folder: Path, failure: str, module: str, *arguments: str) -> None:
-    """Run a module that writes a model folder in a separate process, unless the folder exists. The driver imports no
-    torch.
+def _make_folder(folder: Path, *, failure: str, module: str, arguments: Sequence[str]) -> None:
+    """Run a module that writes a model folder, unless the folder exists.
 
-    failure: begin of the RuntimeError's message. Raises ModuleNotFoundError for a missing package.
+    The module runs in a separate process, because the driver imports no torch. arguments: the module's. failure: begin
+    of the RuntimeError's message. Raises ModuleNotFoundError for a missing package.
     """
     if (folder / "config.json").exists():
         return
     process = run_module(module, *arguments)
     if process.returncode:
         lines = process.stderr.strip().splitlines()
+        # The last line may be a warning or a line of the exception's message, so the exception's own line is better.
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
         reason = (raised or lines or [f"exit code {process.returncode}"])[-1]
         raise RuntimeError(f"{failure}: {reason}")

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rlctl.models.hf_folder import Companions, FolderWriter, WeightFiles, folder_files
+from rlctl.models.hf_folder import Companions, FolderWriter, WeightFiles, list_weight_files
 from rlctl.models.parameter_table import Layout, ParameterTable
 from rlctl.models.safetensors_files import FileLayout, bytes_of, lay_out, sum_of
 from rlctl.training.offload import lock_pages, unlock_pages
@@ -343,7 +343,7 @@ class RankSave:
             read_sum += sum_of(piece)
 
         pieces = []
-        for file in folder_files(self._export):
+        for file in list_weight_files(self._export):
             pieces += [(file, number) for number in range(count_pieces(file.stat().st_size))]
         for file, number in pieces[self._rank :: self._world]:
             digests.setdefault(str(file), {})[number] = piece_digest(file, number, add_to_sum)

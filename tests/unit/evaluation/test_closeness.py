@@ -1,10 +1,12 @@
 """Rounding is no difference, and a difference is no rounding."""
 
+import re
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rlctl.evaluation.closeness import EXACT, Closeness, Side, compare
+from rlctl.evaluation.closeness import EXACT, Closeness, Side, judge_sides
 
 LENGTHS = (40, 2, 200)
 RNG = np.random.default_rng(0)
@@ -22,7 +24,9 @@ def judge(first: float, second: float, exact_gap: float = 0.0) -> Closeness:
 
     exact_gap: deviation between the float32 passes of both sides.
     """
-    return compare("bfloat16", Side("a", noisy(first, 1), EXACT_ROWS), Side("b", noisy(second, 2), noisy(exact_gap, 3)))
+    return judge_sides(
+        "bfloat16", Side("a", noisy(first, 1), EXACT_ROWS), Side("b", noisy(second, 2), noisy(exact_gap, 3))
+    )
 
 
 @pytest.mark.parametrize("nats", [1e-3, 0.01, 0.3])
@@ -35,10 +39,20 @@ def test_sides_that_round_alike_hold_however_much_they_round(nats: float) -> Non
 def test_a_few_tokens_may_take_other_experts_and_no_more(tokens: int, nats: float, holds: bool) -> None:
     rows = noisy(0.01, 1)
     rows[2][1 : 1 + tokens] += np.float32(nats)
-    assert compare("bfloat16", Side("a", rows, EXACT_ROWS), Side("b", noisy(0.01, 2), EXACT_ROWS)).holds is holds
+    assert judge_sides("bfloat16", Side("a", rows, EXACT_ROWS), Side("b", noisy(0.01, 2), EXACT_ROWS)).holds is holds
 
 
-@pytest.mark.parametrize(("first", "second"), [(0.01, 0.04), (0.04, 0.01), (np.nan, 0.01), (0.01, 0.0)])
+def test_a_refusal_by_the_means_shows_the_means() -> None:
+    rows = noisy(0.01, 1)
+    rows[2][1:4] += np.float32(9.0)
+    pair = (Side("a", rows, EXACT_ROWS), Side("b", noisy(0.01, 2), EXACT_ROWS))
+    assert re.search(
+        r"on average 1\.\de-01, 8\.\de-03 b; allowed: 4 times as much", judge_sides("bfloat16", *pair).text
+    )
+    assert "on average" not in judge(0.01, 0.04).text + judge(0.01, 0.01).text
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.01, 0.04), (0.04, 0.01), (np.nan, 0.01), (0.01, np.nan), (0.01, 0.0)])
 def test_a_side_that_is_farther_from_float32_than_rounding_is_refused(first: float, second: float) -> None:
     assert not judge(first, second).holds
 
@@ -53,17 +67,17 @@ def test_sides_whose_float32_differs_by_more_than_a_share_of_the_rounding_are_re
 
 def test_in_float32_nothing_is_rounded() -> None:
     for nats, holds in ((EXACT / 10, True), (EXACT, False), (np.nan, False)):
-        closeness = compare("float32", Side("a", EXACT_ROWS, None), Side("b", noisy(nats, 1), None))
+        closeness = judge_sides("float32", Side("a", EXACT_ROWS, None), Side("b", noisy(nats, 1), None))
         assert (closeness.holds, closeness.gradient, closeness.rounding) == (holds, EXACT, 0.0)
 
 
 def test_a_side_without_a_float32_pass_is_measured_by_the_others() -> None:
     for nats, holds in ((0.012, True), (0.04, False)):
-        closeness = compare("bfloat16", Side("a", noisy(nats, 1), None), Side("b", noisy(0.01, 2), EXACT_ROWS))
+        closeness = judge_sides("bfloat16", Side("a", noisy(nats, 1), None), Side("b", noisy(0.01, 2), EXACT_ROWS))
         assert closeness.holds is holds
 
 
 def test_without_any_the_bound_is_the_fields() -> None:
     for nats, holds in ((0.02, True), (0.2, False)):
-        closeness = compare("bfloat16", Side("a", noisy(nats, 1), None), Side("b", EXACT_ROWS, None))
+        closeness = judge_sides("bfloat16", Side("a", noisy(nats, 1), None), Side("b", EXACT_ROWS, None))
         assert closeness.holds is holds and closeness.gradient == pytest.approx(0.1)

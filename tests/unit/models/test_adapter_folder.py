@@ -31,7 +31,7 @@ def make_adapter(folder: Path, model: Path, spec: AdapterSpec, std: float = 0.05
     """Write an adapter of random numbers, and return its tensors."""
     torch.manual_seed(0)
     values = {tensor.name: torch.randn(tensor.shape) * std for tensor in spec.tensors}
-    sizes = ModelFiles.find(section(model), folder.parent, 0).facts.sizes
+    sizes = ModelFiles.prepare(section(model), folder.parent, 0).facts.sizes
     write_adapter(
         folder,
         spec,
@@ -57,7 +57,7 @@ def adapter(model: Path) -> Path:
 def test_a_folder_is_read_as_it_was_written(model: Path, tmp_path: Path) -> None:
     spec = adapters_of(model, dropout=0.1)
     values = make_adapter(tmp_path / "a", model, spec)
-    assert read_spec(tmp_path / "a", ModelFiles.find(section(model), tmp_path, 0).facts.sizes.linears) == spec
+    assert read_spec(tmp_path / "a", ModelFiles.prepare(section(model), tmp_path, 0).facts.sizes.linears) == spec
     file = AdapterFile(tmp_path / "a")
     assert all(torch.equal(file.tensor(name), value) for name, value in values.items())
     assert is_adapter(tmp_path / "a") and is_model(tmp_path / "a") and base_of(tmp_path / "a") == str(model)
@@ -85,7 +85,7 @@ def test_other_kinds_of_adapter_are_refused(adapter: Path, key: str, value: Any,
 
 
 def test_a_tensor_without_a_place_or_of_another_shape_is_named(adapter: Path, model: Path) -> None:
-    linears = ModelFiles.find(section(model), model.parent, 0).facts.sizes.linears
+    linears = ModelFiles.prepare(section(model), model.parent, 0).facts.sizes.linears
     with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj\.lora_A\.weight has no linear layer"):
         other_linears = [linear for linear in linears if not linear.name.endswith("layers.0.self_attn.q_proj")]
         read_spec(adapter, other_linears)
@@ -96,10 +96,10 @@ def test_a_tensor_without_a_place_or_of_another_shape_is_named(adapter: Path, mo
 
 
 def test_an_adapter_of_other_weights_is_refused(adapter: Path, model: Path, tmp_path: Path) -> None:
-    assert ModelFiles.find(section(adapter), tmp_path, 0).folder == str(model)
+    assert ModelFiles.prepare(section(adapter), tmp_path, 0).folder == str(model)
     make_model(model, "qwen3", scale=0.5)
     with pytest.raises(ModelError, match="was trained on other weights than"):
-        ModelFiles.find(section(adapter), tmp_path, 0)
+        ModelFiles.prepare(section(adapter), tmp_path, 0)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +150,18 @@ def hub(adapter: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_an_adapter_of_the_hub_is_found_with_its_base(hub: Path, model: Path, tmp_path: Path) -> None:
     base_folder = snapshot_of(hub, "base")
-    files = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0)
+    files = ModelFiles.prepare(section(Path("some/adapter")), tmp_path / "run", 0)
     assert (files.folder, files.base) == (str(base_folder), "some/base")
     assert files.adapter == str(snapshot_of(hub, "adapter"))
     assert files.adapters == adapters_of(model)
     assert config_file("some/adapter") == base_folder / "config.json"
-    assert ModelFiles.find(section(Path("some/base")), tmp_path / "run", 0).adapter is None
+    assert ModelFiles.prepare(section(Path("some/base")), tmp_path / "run", 0).adapter is None
 
 
 def test_training_every_weight_from_an_adapter_begins_with_the_merged_model(
     hub: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    files = ModelFiles.find(section(Path("some/adapter")), tmp_path / "run", 0, merge=True)
+    files = ModelFiles.prepare(section(Path("some/adapter")), tmp_path / "run", 0, merge=True)
     assert files.adapter is None and files.folder == str(tmp_path / "run/init")
     write_merged(Path(files.source), adapter, tmp_path / "expected", "float32")
     merged = WeightFiles(Path(files.folder))

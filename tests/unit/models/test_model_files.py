@@ -25,7 +25,7 @@ def folder_of(root: Path, config: dict[str, Any]) -> Path:
 
 
 def find_files(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> ModelFiles:
-    return ModelFiles.find(
+    return ModelFiles.prepare(
         ModelSection(str(folder), tokenizer=None, random_init=random_init, max_length=None), run, seed
     )
 

@@ -36,7 +36,7 @@ def rewrite_weights(folder: Path, change: dict[str, torch.Tensor]) -> Path:
 def test_plain_weights_pass(tmp_path: Path, kind: Kind) -> None:
     folder = make_model(tmp_path, kind)
     check_weights(folder)
-    assert ModelFiles.find(section(folder), tmp_path, 0).max_length == 256
+    assert ModelFiles.prepare(section(folder), tmp_path, 0).max_length == 256
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_quantised_weights_are_named_where_config_json_is_silent(
     for read_weights in (
         lambda: check_weights(folder),
         lambda: WeightFiles(folder),
-        lambda: ModelFiles.find(section(folder), tmp_path, 0),
+        lambda: ModelFiles.prepare(section(folder), tmp_path, 0),
     ):
         with pytest.raises(ModelError) as caught:
             read_weights()
