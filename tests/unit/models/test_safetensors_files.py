@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlctl.models.hf_folder import FolderWriter, folder_files
+from rlctl.models.hf_folder import FolderWriter, list_weight_files
 from rlctl.models.safetensors_files import runs
 from rlctl.training.rank_checkpoint import FilesWritten, PiecesRead
 from rlctl.training.trainer_save import join_export
@@ -33,7 +33,7 @@ def test_writers_of_rows_and_columns_make_one_file_that_safetensors_reads(tmp_pa
     sums = [writer.sync() for writer in writers]
     for writer in writers:
         writer.__exit__()
-    (file,) = folder_files(tmp_path)
+    (file,) = list_weight_files(tmp_path)
     read_tensors = load_file(file)
     assert read_tensors.keys() == TENSORS.keys()
     assert all(torch.equal(read_tensors[name], tensor) for name, tensor in TENSORS.items())
@@ -45,7 +45,7 @@ def test_a_wider_tensor_is_cast_to_the_dtype_of_the_folder(tmp_path: Path) -> No
     with FolderWriter(tmp_path, [("w", (3,), "bfloat16")]) as writer:
         writer.write("w", (0,), wide)
         writer.write_headers()
-    assert torch.equal(load_file(folder_files(tmp_path)[0])["w"], wide.to(torch.bfloat16))
+    assert torch.equal(load_file(list_weight_files(tmp_path)[0])["w"], wide.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
