@@ -7,7 +7,8 @@ Both write the same bytes every time. The model is a Qwen3 of 0.45 million param
 characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on it
 gives a model that can add but is right a third of the time. GRPO begins there: the model soon learns the order of
 digits, then the rest of adding. `recipes/tiny/qwen3-tiny/model.safetensors` is the export of that warm start (`rlctl
-train sft sft-tiny`).
+train sft sft-tiny`). `recipes/tiny/qwen3-sums`, the teacher of `opd-tiny`, is the export of `rlctl train grpo` with its
+defaults: `rlctl export RUN recipes/tiny/qwen3-sums --dtype bfloat16`.
 """
 
 import argparse

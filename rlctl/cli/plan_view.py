@@ -144,7 +144,7 @@ def _choice_table(choices: Sequence[Choice]) -> Table:
     """
     table = make_table(names(), texts())
     for choice in choices:
-        value = str(choice.value).lower() if isinstance(choice.value, bool) else f"{choice.value:g}"
+        value = str(choice.value).lower() if isinstance(choice.value, bool | str) else f"{choice.value:g}"
         table.add_row(f"{choice.key}={value}", choice.why)
     return table
 

@@ -10,7 +10,7 @@ from rlctl.config.fields import spec
 Place = Literal["auto", "swapped", "resident", "engines"]
 _PLACE = (
     "swapped puts the weights in the place of the policy's for each pass: the model has the policy's architecture. "
-    "resident keeps a model of its own in the trainer's ranks, of any architecture with the same vocabulary. auto "
+    "resident keeps a further model in the trainer's ranks, of any architecture with the same vocabulary. auto "
     "takes the faster one that fits."
 )
 

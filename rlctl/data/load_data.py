@@ -240,6 +240,17 @@ def load_prompts(
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 
 
+def check_teachers(config: GrpoConfig, rows: list[Row]) -> None:
+    """Raise DataError for the first row whose column `teacher_key` names none of several teachers."""
+    key = config.teacher_key
+    if key is None:
+        return
+    for row in rows:
+        if row.values.get(key) not in [*config.teachers]:
+            problem = f"column {key!r} must be one of {', '.join(config.teachers)}, not {row.values.get(key)!r}"
+            raise DataError(f"{row.origin}: {problem} (teachers)")
+
+
 def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
 ) -> tuple[list[SupervisedSample], LengthReport]:

@@ -96,7 +96,7 @@ def _rollout_record(
         **({"episode": asdict(rollout.episode)} if rollout.episode else {}),
         "reward": rollout.reward,
         "rewards": score.parts if score else {},
-        "right": score.right if score and score.value is not None else None,
+        "right": score.right if score and score.value is not None and score.parts else None,
         "failed": score.failed if score else None,
         "advantage": float(worth.mean()) if len(worth) else None,
         **varied,

@@ -10,6 +10,7 @@ from functools import partial
 
 from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
+from rlctl.grpo.columns import models_of_sequences, score_by_models
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.health import grpo_health
@@ -25,6 +26,7 @@ from rlctl.grpo.validation import Validation, find_unreached_accuracy
 from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
+from rlctl.rollout.types import RolloutGroup
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
@@ -122,7 +124,7 @@ class GrpoLoop(Loop):
         # The columns of the whole step are computed before its first update changes the weights.
         if self._columns and batch.sequences:
             with step.phase("log_probs"):
-                batch = self._with_columns(batch, step)
+                batch = self._with_columns(batch, groups, step)
         step.collect(groups, batch)
         yield from ([samples] for samples in batch.shares(self._config.grpo.updates_per_step))
 
@@ -138,11 +140,15 @@ class GrpoLoop(Loop):
             step.collect(groups, batch)
             yield batch.sequences
 
-    def _with_columns(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
-        """Return the batch with the log-prob columns that loss and advantage read. Stop if no rollout is left."""
+    def _with_columns(self, batch: TrainingBatch, groups: list[RolloutGroup], step: GrpoStep) -> TrainingBatch:
+        """Return the batch with the log-prob columns that loss and advantage read. Stop if no rollout is left.
+
+        groups: those of the batch, whose rows name their teachers.
+        """
         for name, role in self._columns.items():
             if batch.sequences:
-                values = self._parts.trainer.log_probs(batch.sequences, role)
+                models = models_of_sequences(self._config, batch, groups, role)
+                values = score_by_models(batch.sequences, models, self._parts.trainer.log_probs)
                 batch = add_column(batch, name, values, self._config.grpo, self._advantage)
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
                 masks = [sequence.mask for sequence in batch.sequences]

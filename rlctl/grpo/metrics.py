@@ -157,7 +157,8 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
     if scored:
         values = np.array([score.value for score in scored], np.float64)
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
-        metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
+        if _is_judged(scored):
+            metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
     for name in dict.fromkeys(chain.from_iterable(score.parts for score in scores)):
         parts = [score.parts.get(name) for score in scores]
         values_of_part = [part for part in parts if part is not None]
@@ -168,6 +169,11 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
         if values_of_part:
             metrics[f"reward/{name}/mean"] = float(np.mean(values_of_part))
     return metrics
+
+
+def _is_judged(scored: Rows[Score]) -> bool:
+    """Return True if a reward judged any rollout. A run without rewards has no accuracy."""
+    return any(score.parts for score in scored)
 
 
 def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
@@ -202,10 +208,10 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     if "environment/failed" in played:
         metrics["validation/failed_episodes"] = played["environment/failed"]
         metrics["validation/turns"] = played.get(TURNS.name, 0.0)
-    if flat:
+    if flat and _is_judged(flat):
         metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
-    if flat and max(len(group.rollouts) for group in groups) > 1:
+    if flat and _is_judged(flat) and max(len(group.rollouts) for group in groups) > 1:
         solved = [any(score.right for score in scores) for scores in scored if scores]
         metrics["validation/pass_at_k"] = float(np.mean(solved))
     return metrics | source_metrics(groups, "validation")

@@ -22,6 +22,7 @@ from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import RunData, load_chats, meanwhile
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.prepare import PreparedRun
+from rlctl.launch.roles import find_roles, role_models
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.sampling import SamplingParts, user_processes
 from rlctl.launch.session import Session, run_session
@@ -136,13 +137,16 @@ def _start(
     config = settled.config
     emit = session.events.emit
     files = find_model(config, session.run_dir, session.checkpoint)
+    role_files = find_roles(settled, files, session.run_dir)
     session.depend_on(made_with(settled, Path(files.source)))
     processes = None
     if settled.sampling:
         processes = user_processes(settled.sampling.config, session.logs, emit, stack)
     held_slots = stack.enter_context(runtime.slots(session, requested_resources(settled)))
     announce(session, held_slots.placement)
-    placed = _settle(settled, held_slots.machine, files, emit)
+    role_facts = {name: role.facts for name, role in role_files.items()}
+    placed = _settle(settled.settle_on(settled.machine, settled.facts, role_facts), held_slots.machine, files, emit)
+    roles = role_models(placed, role_files)
     sampled = None
     if placed.sampling and processes:
         scorer, environments = processes
@@ -171,7 +175,7 @@ def _start(
     from rlctl.training.trainer_worker import TrainerWorker
     from rlctl.workers.group import WorkerGroup
 
-    specs = trainer_specs(session, placed, files, allocation)
+    specs = trainer_specs(session, placed, files, roles, allocation)
     group = WorkerGroup(specs, config.run.deadline_s)
     stack.callback(group.kill)
     session.recorder.end_tokens = chat.result()[1].stops

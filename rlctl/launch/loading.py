@@ -12,7 +12,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.end_tokens import EndTokens
-from rlctl.data.load_data import RunRows, end_tokens, load_chat, load_prompts, load_samples
+from rlctl.data.load_data import RunRows, check_teachers, end_tokens, load_chat, load_prompts, load_samples
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport
@@ -36,11 +36,14 @@ class RunData(Generic[Drawn]):
 def load_run_tasks(settled: SettledGrpo, rows: RunRows, chat: Chat, emit: Emit) -> RunData[Task]:
     """Tokenize the tasks of a run. emit: called with a `data` or `warning` event for each finding in the rows.
 
-    Raises DataError at the first bad row, or for a prompt that leaves no room for an answer.
+    Raises DataError at the first bad row, for a row without a teacher, or for a prompt that leaves no room for an
+    answer.
     """
     config = settled.config
     loaded: dict[str, list[Task]] = {"train": [], "validation": []}
     for part in rows.parts(config.data):
+        if part.purpose == "train":
+            check_teachers(config, part.rows)
         tasks, report = load_prompts(config, part.section, chat, part.rows)
         loaded[part.purpose] += tasks
         _emit_report(part.name, report, emit)

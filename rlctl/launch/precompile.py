@@ -30,7 +30,9 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     pack = settled.trainer.micro_batch_tokens
     length = min(_SEQUENCE_TOKENS, settled.longest_sequence or _SEQUENCE_TOKENS, pack)
     count = pack // length * layout_of(settled.trainer).data
+    policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
+    roles = policy + settled.frozen_roles
     with session.starting("warm-up"):
         # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         for warm_up_length in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, warm_up_length, NllLoss(), settled.computed_columns)
+            trainer.warm_up(count, warm_up_length, NllLoss(), roles)

@@ -33,6 +33,7 @@ from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, crowding_notes, disk_notes, make_plan
+from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.files import folder_bytes, foreign_link, write_whole
@@ -150,15 +151,23 @@ class PreparedRun:
             raise ConfigError(self.problems)
 
     def derive_facts(self) -> None:
-        """Derive the facts of a new model on this machine, then check the config again. Raises ConfigError."""
-        file = config_file(self.composed.config.model.path)
-        if self.composed.settled.facts is not None or file is None:
+        """Derive the facts of new models on this machine, then check the config again. Raises ConfigError."""
+        settled = self.composed.settled
+        paths = {"model.path": settled.config.model.path} if settled.facts is None else {}
+        if settled.grpo:
+            for name, role in written_roles(settled.grpo.config).items():
+                if role.weights is not None and settled.role_facts[name].sizes is None:
+                    paths[f"{name}.path"] = role.path or role.weights
+        files = {key: config_file(path) for key, path in paths.items()}
+        new_files = {key: file for key, file in files.items() if file is not None}
+        if not new_files:
             return
-        try:
-            with self.progress.busy("deriving the model's facts"):
-                find_facts(file.parent)
-        except ModelError as error:
-            raise ConfigError([self._problem("model.path", str(error))]) from error
+        for key, file in new_files.items():
+            try:
+                with self.progress.busy("deriving the model's facts"):
+                    find_facts(file.parent)
+            except ModelError as error:
+                raise ConfigError([self._problem(key, str(error))]) from error
         self._use(load(self.request.kind, self.request.recipe, self.request.overrides))
 
     def try_first_rows(self) -> None:
@@ -255,6 +264,7 @@ class PreparedRun:
             "trainer.num_ranks": misplaced or plan.too_large,
             "model.path": plan.unserved,
             "run.dir": plan.unsaved,
+            **{f"{name}.place": reason for name, reason in plan.unplaced.items()},
         }
         return [self._problem(key, reason) for key, reason in reasons.items() if reason]
 

@@ -51,7 +51,10 @@ def user_processes(
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.episode_setup import environment_pool
 
-    scorer = stack.enter_context(Scorer(config.rewards, logs, emit, episodes=config.environment.is_enabled))
+    rewardless = not config.rewards and not config.has_turns
+    scorer = stack.enter_context(
+        Scorer(config.rewards, logs, emit, episodes=config.environment.is_enabled, rewardless=rewardless)
+    )
     environments = stack.enter_context(environment_pool(config, logs, emit)) if config.has_turns else None
     return scorer, environments
 

@@ -1,5 +1,6 @@
 """Specs of a run's trainer ranks and engines, built from its config and placement."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +29,10 @@ from rlctl.workers.waits import Waits
 _ROOM = 16
 
 
-def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocation: Allocation) -> list[WorkerSpec]:
-    """Return the spec of every trainer rank."""
+def trainer_specs(
+    session: Session, settled: Settled, files: ModelFiles, roles: Mapping[Role, RoleModel], allocation: Allocation
+) -> list[WorkerSpec]:
+    """Return the spec of every trainer rank. roles: models of `settled.frozen_roles`."""
     config = settled.config
     placement = allocation.placement
     # Optimizer state moves for generation only if engines share the device.
@@ -40,9 +43,6 @@ def trainer_specs(session: Session, settled: Settled, files: ModelFiles, allocat
     if updates:
         first, last = updates
         profile = ProfileSpec(str(session.run_dir.path / "profile"), first, last)
-    # The reference is the policy at weight version 0: the base model, or the adapter that the run starts from.
-    folders: dict[Role, str] = {"reference": files.adapter or files.folder}
-    roles = {role: RoleModel(folders[role]) for role in settled.frozen_roles}
     specs = []
     for rank, slot in enumerate(placement.trainers):
         ranks_there, engines_there = placement.processes_on(slot.node)

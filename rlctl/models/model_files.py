@@ -43,17 +43,20 @@ class ModelFiles:
         return read_spec(Path(self.adapter), self.facts.sizes.linears) if self.adapter else None
 
     @classmethod
-    def prepare(cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False) -> "ModelFiles":
+    def prepare(
+        cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False, base: str | None = None
+    ) -> "ModelFiles":
         """Make a model's folder ready on this machine, and return it with the model's facts.
 
         A hub model is downloaded once into the Hugging Face cache. For an adapter the base model is prepared too.
-        merge: write an adapter's sum with its base into the run directory, and return this folder. With `random_init`
-        a random model is written there, once for all attempts. Raises ModelError for a model that rlctl
+        merge: write an adapter's sum with its base into the run directory, and return this folder. base: an adapter's
+        base model; None: the one that it names. With `random_init` a random model is written there, once for all
+        attempts. Raises ModelError for a model that rlctl
         does not train, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
         """
         adapter = _fetch_adapter(model.path)
         # Folder or hub name of the model without adapters.
-        base = read_config(adapter).base if adapter else model.path
+        base = (base or read_config(adapter).base) if adapter else model.path
         if os.path.isdir(base):
             source = base
         else:

@@ -82,6 +82,8 @@ class Backend(ABC):
     has_layouts: bool
     # True if the backend trains low-rank adapters (`lora`).
     trains_adapters = False
+    # True if ranks hold further models besides the policy (place resident).
+    holds_residents = False
     # True if a backward pass allocates the gradients, and an update frees them.
     frees_gradients = False
 

@@ -18,7 +18,7 @@ from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE,
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
-from rlctl.preflight.declared_columns import ADVANTAGE, columns_problem
+from rlctl.preflight.declared_columns import ADVANTAGE, columns_problem, missing_columns
 from rlctl.preflight.engine_rules import check_engine_options, engine_rules
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import rows_problem
@@ -30,9 +30,10 @@ _ADVANTAGE = "grpo.advantage"
 
 def check_rewards(config: GrpoConfig) -> Violations:
     """Find rewards with wrong keys, and contradictions between several rewards."""
-    has_turns = config.has_turns
-    if not config.rewards and not has_turns:
-        yield Violation("rewards", "is empty: at least one reward, for example `- name: exact`")
+    needs_reward = not config.has_turns and config.grpo.loss.distillation is None
+    if not config.rewards and needs_reward:
+        message = "is empty: at least one reward, for example `- name: exact`, or grpo.loss.distillation with a teacher"
+        yield Violation("rewards", message, ("grpo.loss.distillation",))
         return
     for index, reward in enumerate(config.rewards):
         with suppress(BrokenValueError):
@@ -42,7 +43,7 @@ def check_rewards(config: GrpoConfig) -> Violations:
     if len(deciding) > 1:
         message = f"one reward decides what is right; rewards.{deciding[0]} has a correct_at too: leave one at null"
         yield Violation(f"rewards.{deciding[1]}.correct_at", message)
-    if not has_turns and all(reward.weight == 0 for reward in config.rewards):
+    if needs_reward and all(reward.weight == 0 for reward in config.rewards):
         yield Violation("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 
 
@@ -64,7 +65,7 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
             if plugin is None:
                 yield Violation(f"{key}.name", message)
                 continue
-            missing = dict(settled.missing_columns)
+            missing = missing_columns(config)
             if key == _ADVANTAGE:
                 missing[ADVANTAGE.name] = "an advantage cannot read itself"
             if problem := columns_problem(getattr(plugin, "columns", ()), missing):
@@ -76,8 +77,19 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
                 yield Violation(option_problem.key, option_problem.what, (f"{key}.name",))
 
 
-def check_advantage(config: GrpoConfig) -> Violations:
+def check_advantage(settled: SettledGrpo) -> Violations:
     """Find an advantage that is 0 for every rollout, for example because groups are too small."""
+    config = settled.config
+    if not settled.learns_from_rewards:
+        if config.grpo.dynamic_sampling.filter == "rewards":
+            message = "rewards leaves out every group of a run without rewards: set null"
+            yield Violation("grpo.dynamic_sampling.filter", message, ("rewards",))
+        return
+    key = "grpo.num_generations_per_prompt"
+    if config.grpo.num_generations_per_prompt == 1 and not isinstance(config.grpo.advantage, UserClassSection):
+        message = "must be at least 2, not 1: a rollout's advantage is its distance from others of its group"
+        yield Violation(key, message, ("rewards", "grpo.advantage.name"))
+        return
     problem = config.grpo.advantage.teaches_nothing(config.grpo.num_generations_per_prompt)
     if problem is not None:
         key, message = problem

@@ -1,21 +1,144 @@
-"""Checks of the models besides the policy: the reference and teachers."""
+"""Facts and checks of the models besides the policy: the reference, teachers, and the loss's distillation term."""
 
-from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.settled import SettledGrpo
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from rlctl.config.errors import BrokenValueError, ModelError
+from rlctl.config.run_weights import chat_folder, is_adapter, local_adapter, local_folder
+from rlctl.config.schema import RunConfig
+from rlctl.models.adapter_folder import read_config
+from rlctl.models.model_sizes import check_config, config_file, sizes_of
+from rlctl.models.vocabulary import vocabulary_problem
+from rlctl.models.weight_headers import check_weights
+from rlctl.preflight.backend import Violation, Violations, backend_of
+from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, named_columns
+from rlctl.preflight.derived import NotKnownError
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.roles import RoleFacts, WrittenRole, read_role_facts, written_roles
+from rlctl.preflight.settled import Settled, SettledGrpo, settle
+
+_TERM = "grpo.loss.distillation"
+
+
+def settle_here(config: RunConfig) -> Settled:
+    """Return the config settled without a device, with the facts of all its models that are on this machine."""
+    facts = None
+    # `check_model` reports a wrong config.json.
+    with suppress(BrokenValueError, ModelError):
+        facts = sizes_of(config.model.path)
+    settled = settle(config, RunMachine(), facts)
+    if settled.grpo is None:
+        return settled
+    adapters = None
+    # Without the model's facts its linear layers are not known.
+    with suppress(BrokenValueError, NotKnownError):
+        adapters = settled.adapters
+    role_facts = {}
+    with suppress(BrokenValueError):
+        for name, role in written_roles(settled.grpo.config).items():
+            role_facts[name] = read_role_facts(role, config.model.path, facts, adapters)
+    return settled.settle_on(settled.machine, facts, role_facts)
 
 
 def check_roles(settled: SettledGrpo) -> Violations:
-    """Find keys of roles that no part of rlctl reads yet."""
+    """Find roles without a model, models that cannot be used, and places that a model cannot have."""
+    yield from _check_teachers(settled)
+    with suppress(BrokenValueError):
+        for role in written_roles(settled.config).values():
+            yield from _check_place(settled, role)
+            if role.weights is not None:
+                yield from _check_model(settled, role)
+
+
+def _check_teachers(settled: SettledGrpo) -> Violations:
+    """Find contradictions between `teacher`, `teachers`, `teacher_key` and their reader."""
     config = settled.config
-    written_keys = {
-        "reference.path": config.reference.path is not None,
-        "reference.place": config.reference.place not in ("auto", "swapped"),
-        "teacher": config.teacher is not None,
-        "teachers": bool(config.teachers),
-        "teacher_key": config.teacher_key is not None,
-        "grpo.loss.distillation": config.grpo.loss.distillation is not None,
-        "grpo.num_generations_per_prompt": config.grpo.num_generations_per_prompt < 2,
-    }
-    for key, is_written in written_keys.items():
-        if is_written:
-            yield Violation(key, "is not supported by this version")
+    if config.teacher is not None and config.teachers:
+        yield Violation("teachers", "there is a teacher already: give either teacher or teachers", ("teacher",))
+    if config.teachers and config.teacher_key is None:
+        names = ", ".join(config.teachers)
+        yield Violation("teacher_key", f"not set; needed: the column in which rows name one of {names}", ("teachers",))
+    if config.teacher_key is not None and not config.teachers:
+        yield Violation("teacher_key", "needs teachers, one for each value of the column", ("teachers",))
+    for name in config.teachers:
+        if not name or "." in name:
+            yield Violation(f"teachers.{name}", "a teacher's name must be without dots, and not empty")
+    for name, role in written_roles(config).items():
+        if name.startswith("teacher") and role.weights is None:
+            yield Violation(f"{name}.path", "not set; needed: the teacher's model, or lora, an adapter with its base")
+    has_teacher = config.teacher is not None or bool(config.teachers)
+    term = config.grpo.loss.distillation
+    if term is not None and not has_teacher:
+        yield Violation(_TERM, "needs a teacher: set teacher.path, or null", ("teacher",))
+    if term is not None and term.over != "sampled":
+        yield Violation(f"{_TERM}.over", f"must be sampled, not {term.over}: this version computes no other divergence")
+    named = {*named_columns(config.grpo.loss), *named_columns(config.grpo.advantage)}
+    if has_teacher and term is None and TEACHER_LOG_PROB.name not in named:
+        key = "teachers" if config.teachers else "teacher"
+        yield Violation(key, f"nothing reads it: set {_TERM}={{}}, or null", (_TERM,))
+
+
+def _check_place(settled: SettledGrpo, role: WrittenRole) -> Violations:
+    """Find a place that the role's model, or the trainer's backend, does not have."""
+    trainer = settled.config.trainer
+    key = f"{role.name}.place"
+    facts = settled.role_facts.get(role.name, RoleFacts())
+    if role.place == "engines":
+        yield Violation(key, "must be auto, swapped or resident, not engines: engines score nothing in this version")
+    holds_residents = backend_of(trainer).holds_residents
+    if role.place == "resident" and not holds_residents:
+        message = f"must be auto or swapped with trainer.backend={trainer.backend}, which holds no further model"
+        yield Violation(key, message, ("trainer.backend",))
+    if role.place == "resident" and role.weights is None and settled.config.lora is not None:
+        message = "must be auto or swapped: the policy's first weights are those below its adapters"
+        yield Violation(key, message, ("lora",))
+    if facts.difference is None:
+        return
+    if role.place == "swapped":
+        message = f"swapped needs the policy's architecture, and {role.path or role.lora} has {facts.difference}"
+        yield Violation(key, f"{message}; set auto or resident", (f"{role.name}.path", "model.path"))
+    elif not holds_residents:
+        message = f"has {facts.difference}, and trainer.backend={trainer.backend} holds no other architecture"
+        yield Violation(f"{role.name}.path", f"{message}; set trainer.backend=fsdp", ("trainer.backend",))
+
+
+def _check_model(settled: SettledGrpo, role: WrittenRole) -> Violations:
+    """Find a model that is no causal language model with the policy's vocabulary, or is an adapter that cannot be read.
+
+    Models that are not on this machine are checked once the run has fetched them.
+    """
+    key = f"{role.name}.path" if role.path else f"{role.name}.lora"
+    base = role.path or role.lora or ""
+    if role.lora and (folder := local_folder(role.lora)) and not is_adapter(folder):
+        yield Violation(f"{role.name}.lora", f"{role.lora} is no PEFT folder of an adapter; give a model as path")
+        return
+    if role.lora and role.path and local_adapter(role.path):
+        yield Violation(f"{role.name}.path", "is an adapter itself: give the adapter as lora and its base as path")
+        return
+    file = config_file(base)
+    if file is None and os.path.isdir(base) and not is_adapter(Path(base)):
+        yield Violation(key, f"{base} has no config.json; needed: a Hugging Face model folder")
+    try:
+        if role.weights and (adapter := local_adapter(role.weights)):
+            read_config(adapter)
+        if file is None:
+            return
+        check_config(file)
+        if os.path.isdir(base):
+            check_weights(file.parent)
+        if problem := role_vocabulary_problem(settled, role):
+            yield Violation(key, problem, ("model.path",))
+    except ModelError as error:
+        yield Violation(key, str(error))
+
+
+def role_vocabulary_problem(settled: SettledGrpo, role: WrittenRole) -> str | None:
+    """Return why a role's model cannot score the policy's tokens; None if it can, or a tokenizer is not here."""
+    model = settled.config.model
+    policy = local_folder(model.tokenizer or chat_folder(model.path))
+    file = config_file(role.path or role.lora or "")
+    if policy is None or file is None:
+        return None
+    sizes = settled.role_facts.get(role.name, RoleFacts()).sizes
+    return vocabulary_problem(policy, file.parent, sizes.vocab if sizes else None)

@@ -65,7 +65,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
             check_rewards(grpo.config),
             check_environment(grpo.config, sizes),
             check_algorithm(grpo, away),
-            check_advantage(grpo.config),
+            check_advantage(grpo),
             check_sampling(grpo),
             check_overlong(grpo.config),
             check_engines(grpo, away),

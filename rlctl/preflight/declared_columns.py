@@ -17,20 +17,36 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.telemetry.metrics import Metric, rows_problem
 from rlctl.utils.user_code import load_object
 
-# policy: the model that is trained. reference: its weights of version 0.
-Role = Literal["policy", "reference"]
+# Name of a model of the run: policy, the model that is trained; reference; teacher, or teachers.NAME of several.
+# A role other than the policy has the name of its section in the config.
+Role = str
+# swapped: the weights replace the policy's for a pass. resident: a further module in the trainer's ranks.
+RolePlace = Literal["swapped", "resident"]
 
 
 @dataclass(frozen=True)
 class RoleModel:
     """The model of a role that is not trained, for example the reference.
 
-    A rank keeps its shard of these weights on the host. For a forward pass it swaps them with the policy's on the
-    device.
+    swapped: a rank keeps its shard of these weights on the host. For a forward pass it swaps them with the policy's on
+    the device. resident: the rank has a further module for its shard.
     """
 
-    # Hugging Face folder. The model has the policy's architecture.
+    # Hugging Face folder. If swapped, the model has the policy's architecture, or it is a PEFT folder of adapters with
+    # the shapes of the trained ones.
     folder: str
+    place: RolePlace = "swapped"
+
+
+@dataclass(frozen=True)
+class HeldRole:
+    """Memory of a role besides the policy, for example the reference."""
+
+    name: Role
+    # Bytes of one rank's shard of its weights, in the compute dtype.
+    rank_bytes: int
+    # True if they are on the device while its log-probs are computed, besides the policy's.
+    is_resident: bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,8 @@ class Column:
     name: str
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
-    # Role whose weights compute the column. None: the rollout has the column.
+    # Role whose weights compute the column. None: the rollout has the column. If there are several teachers, the role
+    # is `teacher`, and a row's own teacher computes its column.
     role: Role | None = None
 
 
@@ -49,8 +66,10 @@ ROLLOUT_LOG_PROB = Column("rollout_log_prob")
 AGE = Column("age")
 PROXIMAL_LOG_PROB = Column("proximal_log_prob", role="policy")
 REFERENCE_LOG_PROB = Column("reference_log_prob", role="reference")
+TEACHER_LOG_PROB = Column("teacher_log_prob", role="teacher")
+_ALL_COLUMNS = (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, TEACHER_LOG_PROB)
 # Column by name. A step computes columns in this order.
-COLUMNS = {column.name: column for column in (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB)}
+COLUMNS = {column.name: column for column in _ALL_COLUMNS}
 
 
 def roles_by_column(names: Container[str]) -> dict[str, Role]:
@@ -89,6 +108,28 @@ def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
     """Return the columns that a loss or advantage names. Wrong names give an empty tuple; a check reports them."""
     names = read_declaration(section, "columns") or ()
     return () if columns_problem(names) else tuple(names)
+
+
+def read_columns(config: GrpoConfig) -> set[str]:
+    """Return the names of the columns that the loss, its terms and the advantage read."""
+    loss = config.grpo.loss
+    columns = {*named_columns(loss), *named_columns(config.grpo.advantage)}
+    if loss.kl_coef > 0:
+        columns.add(REFERENCE_LOG_PROB.name)
+    if loss.distillation and loss.distillation.over == "sampled":
+        columns.add(TEACHER_LOG_PROB.name)
+    return columns
+
+
+def missing_columns(config: GrpoConfig) -> dict[str, str]:
+    """Return name -> reason, of columns that no loss or advantage of this run can read."""
+    missing = {}
+    if not config.async_.enabled:
+        reason = "a synchronous run has none, for no token is older than the weights; set async.enabled=true"
+        missing[AGE.name] = reason
+    if config.teacher is None and not config.teachers:
+        missing[TEACHER_LOG_PROB.name] = "the run has no teacher; set teacher.path"
+    return missing
 
 
 def users_metrics(config: GrpoConfig) -> list[Metric]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,19 +10,19 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from rlctl.config.builtin import CONFIGS, find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
-from rlctl.config.errors import BrokenValueError, ConfigError, ModelError, Problem
+from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import FURTHER, key_of, keys_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.run_weights import local_folder
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.models.facts import ModelSizes
-from rlctl.models.model_sizes import config_file, sizes_of
+from rlctl.models.model_sizes import config_file
 from rlctl.preflight.check_model import live_run_note
+from rlctl.preflight.check_roles import settle_here
 from rlctl.preflight.checks import check
-from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.notes import notes
-from rlctl.preflight.settled import Settled, SettledGrpo, SettledSft, settle
+from rlctl.preflight.settled import Settled, SettledGrpo, SettledSft
 from rlctl.preflight.version import earlier_version
 
 Kind = TypeVar("Kind", bound=Settled, covariant=True)
@@ -263,11 +262,7 @@ def _check(
         raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
     nodes = dict(leaves(root))
     origins = {key: node.origin for key, node in nodes.items()}
-    facts = None
-    # `check_model` reports a wrong config.json.
-    with suppress(BrokenValueError, ModelError):
-        facts = sizes_of(config.model.path)
-    settled = settle(config, RunMachine(), facts)
+    settled = settle_here(config)
     problems = converter.problems + check(settled, origins, resume=resume, away=away)
     return _CheckedConfig(
         root=root, nodes=nodes, origins=origins, settled=settled, problems=problems, notes=converter.notes

@@ -3,8 +3,8 @@
 `placed_states` counts weights, gradients and optimizer state. The count is exact for FSDP (float32, sharded over the
 ranks); for Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
 2205.05198, section 4): bytes per token that a layer keeps for its backward pass, tensor by tensor, with a gated MLP and
-without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host memory: a
-forward pass swaps them with the policy's.
+without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host memory. For a
+forward pass they replace the policy's, or are on the device besides them.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
-from rlctl.preflight.declared_columns import Role
+from rlctl.preflight.declared_columns import HeldRole, Role
 from rlctl.preflight.machine import Device
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
@@ -111,6 +111,9 @@ class Memory:
     def peak(self) -> int:
         """Most bytes in use on one device at a time."""
         trainer_total = sum(self.trainer.values())
+        if "log_probs" in self.placed_states:
+            passing = self.trainer.get("logits", 0) + self.trainer.get("weights to compute with", 0)
+            trainer_total = max(trainer_total, self.state_bytes("log_probs") + passing)
         engine_total = sum(self.engine.values())
         if not self.shared:
             return max(trainer_total, engine_total)
@@ -129,29 +132,28 @@ def placed_states(
     device: Device,
     shared: bool,
     phases: Iterable[Phase],
-    frozen: Iterable[Role] = (),
+    frozen: Iterable[HeldRole] = (),
 ) -> dict[Phase, dict[State | Role, PlacedState]]:
     """Return phase -> state -> its location and bytes for one rank. Without GPUs all states are in host memory.
 
-    shared: engines are on the trainer's devices. frozen: roles besides the policy, with weights on the host.
+    shared: engines are on the trainer's devices. frozen: roles besides the policy, with weights on the host. Residents
+    are on the device one at a time, so that each phase counts the largest.
     """
     table = residency(trainer, shared)
     state_bytes = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
+    held_roles = list(frozen)
+    largest = max((role for role in held_roles if role.is_resident), key=lambda role: role.rank_bytes, default=None)
     placed_by_phase: dict[Phase, dict[State | Role, PlacedState]] = {}
     for phase in phases:
         placed: dict[State | Role, PlacedState] = {}
         for state in STATES:
             placed[state] = _place_state(table[phase][state], state_bytes[state], device == "cpu")
-        for role, count in _role_bytes(trainer, sizes, frozen).items():
-            placed[role] = PlacedState("host", device=0, host=count)
+        for role in held_roles:
+            placed[role.name] = PlacedState("host", device=0, host=role.rank_bytes)
+        if phase == "log_probs" and device == "cuda" and largest:
+            placed[largest.name] = PlacedState("device", largest.rank_bytes, largest.rank_bytes)
         placed_by_phase[phase] = placed
     return placed_by_phase
-
-
-def _role_bytes(trainer: TrainerSettings, sizes: ModelSizes, frozen: Iterable[Role]) -> dict[Role, int]:
-    """Return role -> bytes of one rank's shard of that role's weights, in the compute dtype."""
-    parameters = backend_of(trainer).shard_counts(trainer).rank_parameters(sizes)
-    return dict.fromkeys(frozen, parameters * DTYPE_BYTES[trainer.dtype])
 
 
 def _place_state(place: Place, state_bytes: StateBytes, cpu: bool) -> PlacedState:
@@ -206,7 +208,7 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
 
 
 def trainer_bytes(
-    trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[Role] = ()
+    trainer: TrainerSettings, sizes: ModelSizes, device: Device, frozen: Iterable[HeldRole] = ()
 ) -> dict[str, int]:
     """Return purpose -> bytes that a training rank needs. frozen: roles with weights on no GPU, see `placed_states`."""
     size = DTYPE_BYTES[trainer.dtype]
@@ -240,7 +242,7 @@ def trainer_bytes(
         gradients = items.pop(states["gradients"].name)
         items["gradients after the logits"] = max(0, gradients - items["logits"] - output_gradient)
     if device == "cpu":
-        items.update((role, count) for role, count in _role_bytes(trainer, sizes, frozen).items())
+        items.update((role.name, role.rank_bytes) for role in frozen)
     return {name: count for name, count in items.items() if count}
 
 

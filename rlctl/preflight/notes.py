@@ -71,6 +71,10 @@ def _idle_grpo_keys(settled: SettledGrpo) -> dict[str, str]:
         reasons |= dict.fromkeys(clip_keys, "the ratio is 1: proximal recompute with one update a step")
     if grpo.loss.kl_coef == 0:
         reasons |= dict.fromkeys(("grpo.loss.kl_estimator", "grpo.loss.kl_max"), "grpo.loss.kl_coef is 0")
+    if "reference" not in settled.frozen_roles:
+        reasons |= dict.fromkeys(("reference.path", "reference.place"), "grpo.loss.kl_coef is 0")
+    if grpo.loss.distillation is not None and not settled.learns_from_rewards:
+        reasons["grpo.advantage.name"] = "no reward has a weight"
     if settled.proximal == "rollout":
         ratio_keys = ("grpo.loss.force_on_policy_ratio", "grpo.loss.importance_cap")
         reasons |= dict.fromkeys(ratio_keys, "grpo.loss.proximal is rollout")

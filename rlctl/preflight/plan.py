@@ -97,6 +97,8 @@ class RunPlan:
     # Reason why weights, gradients and optimizer state exceed a device's memory. It uses exact sizes only. None if they
     # fit.
     too_large: str | None
+    # Role -> reason why there is no room for its model in its place.
+    unplaced: dict[str, str]
     # Reason why the engine cannot sample from the model on this device; None if it can.
     unserved: str | None
     # Reason why the first checkpoint does not fit on the disk; None if it does.
@@ -151,6 +153,7 @@ def make_plan(
         batch=_batch_size(settled),
         memory=memory,
         too_large=_why_too_large(settled, memory) if settled.device == "cuda" else None,
+        unplaced={role.name: role.problem for role in settled.placed_roles.values() if role.problem},
         unserved=_why_unserved(settled),
         unsaved=_why_unsaved(schedule),
         schedule=schedule,
@@ -172,7 +175,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
     sampling = settled.sampling
     if sizes is None:
         return None
-    trainer_items = trainer_bytes(settled.trainer, sizes, device, settled.copied_roles)
+    trainer_items = trainer_bytes(settled.trainer, sizes, device, settled.held_roles)
     host_items = _checkpoint_copies(settled, sizes)
     if device == "cpu":
         trainer_items |= host_items
@@ -190,7 +193,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
             device=device,
             shared=settled.shares_devices,
             phases=settled.phases,
-            frozen=settled.copied_roles,
+            frozen=settled.held_roles,
         ),
         host=host_items,
     )

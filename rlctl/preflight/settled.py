@@ -5,7 +5,8 @@
 (`generation`), and `data.chat_template` from the tokenizer (`chat.make_chat`).
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, overload
 
 from rlctl.config.fields import RECIPE
@@ -16,18 +17,18 @@ from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import Basis, Chosen, choose
 from rlctl.preflight.declared_columns import (
-    AGE,
     PROXIMAL_LOG_PROB,
-    REFERENCE_LOG_PROB,
+    HeldRole,
     Role,
-    named_columns,
+    read_columns,
     read_declaration,
     roles_by_column,
     user_class,
 )
 from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.machine import Device, RunMachine
-from rlctl.preflight.memory import PHASES, Phase
+from rlctl.preflight.memory import PHASES, Phase, placed_states
+from rlctl.preflight.roles import PlacedRole, RoleFacts, Room, place_roles, read_roles, role_choices
 from rlctl.preflight.trainer_settings import Choice, Dtype, GenerationSettings, TrainerSettings
 
 
@@ -39,6 +40,8 @@ class Settled:
     machine: RunMachine
     # None if the model is not on this machine.
     facts: ModelSizes | None
+    # Facts of the models of `written_roles`, by role; a role that is not here has none.
+    role_facts: Mapping[Role, RoleFacts] = field(default_factory=dict)
 
     @derived
     def grpo(self) -> "SettledGrpo | None":
@@ -139,12 +142,15 @@ class Settled:
         """Roles besides the policy whose log-probs the loss or the advantage reads."""
         return ()
 
+    @derived
+    def placed_roles(self) -> dict[Role, PlacedRole]:
+        """Place of each of `frozen_roles`."""
+        return {}
+
     @property
-    def copied_roles(self) -> tuple[Role, ...]:
-        """Roles that need their own copy of the weights. With adapters there are none: the reference is the policy with
-        adapters off.
-        """
-        return () if self.config.lora else self.frozen_roles
+    def held_roles(self) -> tuple[HeldRole, ...]:
+        """Memory of the roles that have a copy of weights. The base below adapters needs none."""
+        return tuple(role.held for role in self.placed_roles.values() if role.held)
 
     @derived
     def phases(self) -> tuple[Phase, ...]:
@@ -161,7 +167,7 @@ class Settled:
     @derived
     def choices(self) -> tuple[Choice, ...]:
         """Values of the keys that were left at `auto`, with reasons."""
-        return self._chosen_values.choices
+        return self._chosen_values.choices + role_choices(self.placed_roles)
 
     @derived
     def _chosen_values(self) -> Chosen:
@@ -193,9 +199,11 @@ class Settled:
         sampling_engines = engines if self.grpo and self.grpo.config.async_.enabled else 0
         return self.config.trainer.threads or max(1, (cores - sampling_engines) // ranks)
 
-    def settle_on(self, machine: RunMachine, facts: ModelSizes | None) -> Self:
-        """Return the same config settled for `machine` and `facts`."""
-        return replace(self, machine=machine, facts=facts)
+    def settle_on(
+        self, machine: RunMachine, facts: ModelSizes | None, role_facts: Mapping[Role, RoleFacts] | None = None
+    ) -> Self:
+        """Return the same config settled for `machine` and `facts`. role_facts: None keeps those of before."""
+        return replace(self, machine=machine, facts=facts, role_facts=role_facts or self.role_facts)
 
 
 @dataclass(frozen=True)
@@ -277,37 +285,32 @@ class SettledGrpo(Settled):
     @derived
     def computed_columns(self) -> dict[str, Role]:
         """Name -> role of the columns that a step computes before its advantages and updates."""
-        columns = self._read_columns
+        columns = read_columns(self.config)
         if self.proximal == "recompute" and not self.on_policy_ratio:
             columns = columns | {PROXIMAL_LOG_PROB.name}
         return roles_by_column(columns)
 
     @derived
     def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy whose log-probs the loss or the advantage reads."""
-        roles = roles_by_column(self._read_columns).values()
-        return tuple(role for role in dict.fromkeys(roles) if role != "policy")
+        """Roles besides the policy whose log-probs the loss or the advantage reads; each of several teachers."""
+        return read_roles(self.config)
 
     @derived
-    def _read_columns(self) -> set[str]:
-        """Names of the columns that the loss, its KL term and the advantage read."""
-        loss = self.config.grpo.loss
-        columns = {*named_columns(loss), *self.advantage_columns}
-        if loss.kl_coef > 0:
-            columns.add(REFERENCE_LOG_PROB.name)
-        return columns
-
-    @derived
-    def advantage_columns(self) -> tuple[str, ...]:
-        """Columns that the advantage names. Wrong names give an empty tuple; a check reports them."""
-        return named_columns(self.config.grpo.advantage)
-
-    @derived
-    def missing_columns(self) -> dict[str, str]:
-        """Name -> reason, of columns that no loss or advantage of this run can read."""
-        if self.config.async_.enabled:
+    def placed_roles(self) -> dict[Role, PlacedRole]:
+        """Place of each of `frozen_roles`; empty until the model's sizes are known."""
+        if self.facts is None:
             return {}
-        return {AGE.name: "a synchronous run has none, for no token is older than the weights; set async.enabled=true"}
+        states = placed_states(self.trainer, self.facts, self.device, self.shares_devices, phases=("log_probs",))
+        taken = sum(state.device for state in states["log_probs"].values())
+        if self.shares_devices and not self.generation.sleep:
+            taken += int(self.generation.gpu_memory_utilization * (self.machine.memory or 0))
+        room = Room(self.device, self.machine.memory, taken)
+        return place_roles(self.config, self.role_facts, policy=self.facts, trainer=self.trainer, room=room)
+
+    @derived
+    def learns_from_rewards(self) -> bool:
+        """True if a rollout's advantage may differ from 0. Without it the loss's distillation term alone teaches."""
+        return self.config.has_turns or any(reward.weight for reward in self.config.rewards)
 
     @derived
     def whole_rollouts(self) -> bool:
@@ -431,8 +434,6 @@ class SettledSft(Settled):
 
 @overload
 def settle(config: GrpoConfig, machine: RunMachine, facts: ModelSizes | None) -> SettledGrpo: ...
-@overload
-def settle(config: SftConfig, machine: RunMachine, facts: ModelSizes | None) -> SettledSft: ...
 @overload
 def settle(config: RunConfig, machine: RunMachine, facts: ModelSizes | None) -> Settled: ...
 def settle(config: Any, machine: RunMachine, facts: ModelSizes | None) -> Settled:

@@ -20,7 +20,7 @@ class Choice:
 
     # Dotted key.
     key: str
-    value: bool | int | float
+    value: bool | int | float | str
     # Reason as text for the user.
     why: str
 

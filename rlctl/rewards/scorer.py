@@ -52,7 +52,8 @@ class Scorer:
 
     logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None
     means standard error. emit: writes an event at the first failure of each cause. episodes: rollouts are episodes of
-    environments, whose processes call the reward functions with a parameter `environments`.
+    environments, whose processes call the reward functions with a parameter `environments`. rewardless: nothing judges
+    a rollout, and each has the value 0.
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Scorer:
         emit: Emit | None = None,
         *,
         episodes: bool = False,
+        rewardless: bool = False,
     ) -> None:
         self._sections = sections
         self._episodes = episodes
+        self._is_rewardless = rewardless
         # Indices of the rewards that the environments' processes call.
         self._called_by_environments: set[int] = set()
         # Names of the rewards that environments gave so far.
@@ -189,6 +192,8 @@ class Scorer:
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         ) + sum(environment_parts.values())
         parts |= environment_parts
+        if self._is_rewardless:
+            return Score(0.0, {}, None, right=False)
         if not is_judged and not failures:
             return Score(None, {}, None, right=False)
         if not failures and not math.isfinite(value):

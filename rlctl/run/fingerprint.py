@@ -7,29 +7,24 @@ refused: the weights would not fit, or the cursor would count other rows, so tha
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlctl.config.errors import ModelError
-from rlctl.config.json_files import read_object
+from rlctl.config.run_weights import is_adapter, local_folder
 from rlctl.config.schema import RunConfig
 from rlctl.data.datasets import path_text
 from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.models.adapter_folder import WEIGHTS
+from rlctl.models.model_settings import settings_of
 from rlctl.models.weight_headers import digest_of_weights
+from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled
 
-# Keys of config.json that affect neither the shape of a weight nor the output of a layer.
-_NOT_OF_THE_MODEL = re.compile(
-    r"_.*|architectures|auto_map|transformers_version|(torch_)?dtype|use_cache|.*token_id|max_position_embeddings|"
-    r".*dropout.*|initializer_.*|output_.*|return_dict.*|id2label|label2id|problem_type|quantization_config"
-)
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.
 _DATASET_KEYS = [
@@ -82,10 +77,11 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     if config.sft:
         keys |= {key: _config_value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
     return {
-        "model": sizes_of(model) if model else None,
+        "model": settings_of(model) if model else None,
         "model_path": config.model.path,
         # Earlier checkpoints have `weights` instead, a digest of the first and last bytes of the files.
         "frozen": _weights_digest(settled, model),
+        "roles": _roles(settled),
         "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
@@ -129,6 +125,12 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
     elif _differ(then, now, "frozen"):
         role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
         yield Contradiction("model.path", old_path, new_path, f"not the {role} of {checkpoint}")
+    old_roles = then.get("roles") or {}
+    for name, role in now["roles"].items():
+        old_role = old_roles.get(name)
+        if old_role and None not in (old_role["digest"], role["digest"]) and old_role["digest"] != role["digest"]:
+            reason = f"not the weights of the {name} of {checkpoint}"
+            yield Contradiction(f"{name}.path", old_role["path"], role["path"], reason)
     old_lora = then.get("lora")
     new_lora = now.get("lora")
     if old_lora != new_lora:
@@ -174,29 +176,6 @@ def _config_value(config: RunConfig, key: str) -> Any:
     return section
 
 
-def sizes_of(folder: Path) -> dict[str, Any]:
-    """Return the settings of config.json that determine shapes and arithmetic; {} if the file cannot be read."""
-    with suppress(ModelError):
-        return dict(_settings(read_object(folder / "config.json")))
-    return {}
-
-
-def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of a model's settings. Names of nested settings have a prefix.
-
-    The text model's settings have none, so that they equal those of a text-only folder.
-    """
-    for key, value in raw.items():
-        if _NOT_OF_THE_MODEL.fullmatch(key) or value is None:
-            continue
-        if isinstance(value, Mapping):
-            # Newer folders have `rope_parameters`, older ones `rope_scaling` and `rope_theta`. Use the same names.
-            prefixes = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
-            yield from _settings(value, prefixes.get(key, f"{within}{key}."))
-        else:
-            yield key if (within, key) == ("rope ", "rope_theta") else within + key, value
-
-
 def _vocabulary(folder: Path) -> str | None:
     files = [folder / name for name in _VOCABULARY if (folder / name).is_file()]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
@@ -208,11 +187,27 @@ def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
     Return None for a run with neither, because its checkpoints have all weights.
     """
     config = settled.config
-    if config.lora is None and "reference" not in settled.frozen_roles:
+    reads_first = settled.grpo is not None and settled.grpo.config.reference.path is None
+    if config.lora is None and not (reads_first and "reference" in settled.frozen_roles):
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"
     return digest_of_weights(folder) if folder else None
+
+
+def _roles(settled: Settled) -> dict[str, Any]:
+    """Return role -> path and digest of its weights, for each role that has a model of its own."""
+    if settled.grpo is None:
+        return {}
+    roles = {}
+    for name, role in written_roles(settled.grpo.config).items():
+        if name in settled.frozen_roles and role.weights is not None:
+            folder = local_folder(role.weights)
+            digest = None
+            if folder is not None:
+                digest = _digest(folder / WEIGHTS) if is_adapter(folder) else digest_of_weights(folder)
+            roles[name] = {"path": role.weights, "digest": digest}
+    return roles
 
 
 def _lora(config: RunConfig) -> dict[str, Any] | None:

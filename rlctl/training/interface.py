@@ -35,7 +35,7 @@ class Totals:
 class LossNeeds:
     """Inputs that a loss needs besides tokens and mask. The loop provides only these columns."""
 
-    # Names of `preflight.columns.COLUMNS`.
+    # Names of `preflight.declared_columns.COLUMNS`.
     columns: frozenset[str] = frozenset()
     # True if all rows of a rollout must be in one micro-batch.
     whole_rollouts: bool = False

@@ -28,7 +28,7 @@ class TrainingSample:
     tokens: NDArray[np.int32]
     # bool [T]: true at the tokens to train on.
     mask: NDArray[np.bool_]
-    # Name -> [T, *shape], the columns of `preflight.columns.COLUMNS`.
+    # Name -> [T, *shape], the columns of `preflight.declared_columns.COLUMNS`.
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     # Number of the rollout within a part of an update, equal for all rows of the rollout. None: the row is a whole
     # rollout.

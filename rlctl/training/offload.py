@@ -27,8 +27,10 @@ class OffloadedTensors:
     share one of their storages. All methods must be called from one thread.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """tensors: on one device; views of one storage move as one."""
+    def __init__(self, tensors: Iterable[Tensor], frozen: bool = False) -> None:
+        """tensors: on one device; views of one storage move as one. frozen: they never change, so that they are copied
+        to the host once.
+        """
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -45,6 +47,7 @@ class OffloadedTensors:
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
         self._stream = DeviceStream(self._device)
         self._buffer: Tensor | None = None
+        self._is_frozen = frozen
         # Copies whose duration `seconds` has not returned yet.
         self._copies: list[Span] = []
         self.place: Place = "device"
@@ -65,7 +68,7 @@ class OffloadedTensors:
         copied = 0
         if self.place != "device":
             copied += self._return_to_device()
-        if place == "host":
+        if place == "host" and not (self._is_frozen and self._buffer is not None):
             copied += self._copy_buffer(to_host=True)
         if place != "device":
             for storage in self._storages:

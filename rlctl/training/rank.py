@@ -28,11 +28,12 @@ from rlctl.preflight.backend import backend_of
 from rlctl.preflight.declared_columns import Role
 from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
-from rlctl.training.lora import needs_attention, require_moved, without_adapters
+from rlctl.training.lora import needs_attention, require_moved
 from rlctl.training.metric_rows import GRAD_NORM, LEARNING_RATE
-from rlctl.training.offload import FrozenWeights, OffloadManager, process_memory
+from rlctl.training.offload import OffloadManager, process_memory
 from rlctl.training.rank_checkpoint import ExportJob, RankSave, SaveBegun, Shards, TensorShard, WeightsJob
 from rlctl.training.spec import TrainerSpec
+from rlctl.training.swapped import SwappedRoles
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import met_at
@@ -78,8 +79,9 @@ class TrainerRank(ABC):
         self._companions = Companions.read(self._folder, tokenizer) if spec.rank == 0 else None
         self._source = WeightFiles(self._folder) if self._table.kept_rows else None
         self._join_group()
-        # Weights of the other roles, each from its first use on.
-        self._frozen: dict[Role, FrozenWeights] = {}
+        self._swapped = SwappedRoles(
+            self._lm, spec.roles, self._frozen_folder, live=self._live_weights, read=self._read_weights
+        )
         # Updates made; the learning rate follows this count.
         self._updates = 0
         # True once an optimizer step has moved every adapter.
@@ -112,26 +114,19 @@ class TrainerRank(ABC):
         role: the model whose weights are used. The first call for a role other than the policy loads its weights.
         Nothing keeps a gradient, and no state changes. Raises ValueError for a role that `TrainerSpec.roles` lacks.
         """
+        if role != "policy" and role not in self._spec.roles:
+            raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         with self._weights_of(role), torch.no_grad():
             self._state.enter("log_probs")
-            return self._log_probs(micro_batches)
+            return self._log_probs(micro_batches, role)
 
     def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
         """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot."""
         return None
 
     def _weights_of(self, role: Role) -> AbstractContextManager[None]:
-        """Put the weights of `role` in place of the live ones for a block. They are read from their folder once."""
-        if role == "policy":
-            return nullcontext()
-        if role not in self._spec.roles:
-            raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
-        live = self._live_weights()
-        if self._spec.roles[role].folder == self._frozen_folder:
-            return without_adapters(self._lm)
-        if role not in self._frozen:
-            self._frozen[role] = FrozenWeights(self._read_weights(Path(self._spec.roles[role].folder), live))
-        return self._frozen[role].in_place_of(live)
+        """Have the weights of `role` on the device for a block, in place of the live ones if they are swapped."""
+        return nullcontext() if role == "policy" else self._swapped.in_place(role)
 
     # Updates.
 
@@ -375,12 +370,15 @@ class TrainerRank(ABC):
     # The methods that a backend adds.
 
     @abstractmethod
-    def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """Do the work of `log_probs`."""
+    def _log_probs(self, micro_batches: list[MicroBatch], role: Role) -> list[list[NDArray[np.float32]]]:
+        """Do the work of `log_probs`. role: a resident's own model computes; any other role has the live weights."""
 
     @abstractmethod
-    def _live_weights(self) -> dict[str, Tensor]:
-        """Return this rank's live weights by the backend's own names, in its own memory."""
+    def _live_weights(self, below_adapters: bool) -> dict[str, Tensor]:
+        """Return this rank's live weights by the backend's own names, in its own memory.
+
+        below_adapters: the frozen weights that adapters are added to, not the adapters.
+        """
 
     @abstractmethod
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,12 +1,11 @@
 """The trainer group on the driver: splits each batch over the ranks, calls the ranks and joins their results."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +31,6 @@ from rlctl.workers.group import WorkerGroup
 R = TypeVar("R")
 Timed = Callable[[], AbstractContextManager[None]]
 NOTHING_NEEDED = LossNeeds()
-NO_COLUMNS: Mapping[str, Role] = MappingProxyType({})
 # Reasons why an update made no optimizer step (`Update.skip_cause`).
 NO_TOKEN = "it has no token to train on"
 NO_GRADIENT = "its gradient is exactly 0"
@@ -183,16 +181,16 @@ class TrainerGroup:
         """Return the loss's metrics over the sequences, by name. No weight changes."""
         return self._run_shares(TrainerWorker.evaluate, sequences, loss)[0]
 
-    def warm_up(self, count: int, length: int, loss: Loss, columns: Mapping[str, Role] = NO_COLUMNS) -> None:
+    def warm_up(self, count: int, length: int, loss: Loss, roles: Iterable[Role] = ()) -> None:
         """Run forward and backward passes over `count` made-up sequences of `length` tokens, without an update.
 
-        columns: name of a log-prob column -> its role. One pass of each role runs too, which loads the role's weights.
+        roles: models of which one pass runs too, which loads their weights.
         """
         # Different tokens, because equal tokens would all go to the same experts.
         tokens = np.arange(length, dtype=np.int32) % self.info()["vocab_size"]
         sequences = [TrainingSample(tokens, mask=np.ones(length, np.bool_))] * count
         self._run_shares(TrainerWorker.warm_up, sequences, loss)
-        for role in dict.fromkeys(columns.values()):
+        for role in roles:
             self.log_probs(sequences, role)
 
     def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:

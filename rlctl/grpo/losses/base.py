@@ -22,8 +22,25 @@ from torch import Tensor
 from rlctl.config.grpo_schema import UserLossSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
-from rlctl.grpo.losses.terms import Bounds, Estimator, bounded_exp, is_within, kl_estimate, kl_term, weighted_sums
-from rlctl.preflight.declared_columns import ADVANTAGE, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, ROLLOUT_LOG_PROB
+from rlctl.config.role_schema import DistillationSection
+from rlctl.grpo.losses.terms import (
+    Bounds,
+    Estimator,
+    bounded_exp,
+    is_within,
+    kl_estimate,
+    kl_term,
+    teacher_kl,
+    weighted_sums,
+)
+from rlctl.preflight.declared_columns import (
+    ADVANTAGE,
+    AGE,
+    PROXIMAL_LOG_PROB,
+    REFERENCE_LOG_PROB,
+    ROLLOUT_LOG_PROB,
+    TEACHER_LOG_PROB,
+)
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import Metric
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
@@ -80,6 +97,11 @@ class PolicyTokens:
         return self.column("reference_log_prob")
 
     @cached_property
+    def teacher_log_prob(self) -> Tensor:
+        """log of the probability under the teacher."""
+        return self.column("teacher_log_prob")
+
+    @cached_property
     def ratio(self) -> Tensor:
         """r = pi / q, with gradient."""
         return bounded_exp(self.log_prob - self.old_log_prob)
@@ -118,7 +140,8 @@ class PolicyTerm:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(ABC):
-    """loss = policy + kl_coef * kl - entropy_coef * entropy, each the mean (`mean_over`) of a token's term.
+    """loss = policy + kl_coef * kl + distillation.coef * teacher - entropy_coef * entropy, each the mean (`mean_over`)
+    of a token's term.
 
     - policy: w times the term of `policy`. w, a constant: 1 for rollout; else min(rho, importance_cap) (truncated
       importance sampling, TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -133,12 +156,15 @@ class PolicyLoss(ABC):
       x^2 / 2 - x, the gradient of E_pi[k2], KL's only while pi is near ref. Without the weight k1 would have gradient 0
       in expectation and k3 that of KL(ref || pi) (arXiv 2506.09477). A token's effect on the KL of later ones is left
       out, as in each of these papers.
+    - teacher: w r k3, as kl with the teacher in place of the reference, and log(teacher / pi) at least
+      `distillation.log_ratio_floor` (`terms.teacher_kl`). The gradient is that of KL(pi || teacher) of a token, also
+      where mu is stale: on-policy distillation (Agarwal et al. 2024, arXiv 2306.13649).
     - entropy: of the policy at that token (A3C, arXiv 1602.01783).
     - a token a steps old is held to bounds that are tighter by age_decay^a: the distance from 1 of the ratio's bounds,
       importance_cap - 1.
     """
 
-    # Names of `preflight.columns.COLUMNS` that `policy` reads at any value of the fields below.
+    # Names of `preflight.declared_columns.COLUMNS` that `policy` reads at any value of the fields below.
     columns: ClassVar[tuple[str, ...]] = ()
     # True: `policy` reads `rollout_mean` or `rollout_lengths`.
     whole_rollouts: ClassVar[bool] = False
@@ -164,6 +190,7 @@ class PolicyLoss(ABC):
     kl_estimator: Estimator
     kl_max: float | None
     entropy_coef: float
+    distillation: DistillationSection | None
 
     @classmethod
     def from_settled(cls, settled: SettledGrpo, **derived: Any) -> Self:
@@ -194,6 +221,8 @@ class PolicyLoss(ABC):
             columns.add(PROXIMAL_LOG_PROB.name)
         if self.kl_coef > 0:
             columns.add(REFERENCE_LOG_PROB.name)
+        if self.distillation:
+            columns.add(TEACHER_LOG_PROB.name)
         whole_rollouts = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
         return LossNeeds(frozenset(columns), whole_rollouts)
 
@@ -217,7 +246,8 @@ class PolicyLoss(ABC):
         """Return loss and metrics of one micro-batch. Values at unmasked tokens are never read.
 
         Means over rollouts for `mean_over` rollouts, else over tokens: loss/policy, loss/kl (when kl_coef > 0),
-        loss/entropy. Means over tokens: ratio/mean; for a loss with bounds ratio/clipped_low and ratio/clipped_high,
+        loss/teacher (with distillation), loss/entropy. Means over tokens: ratio/mean; for a loss with bounds
+        ratio/clipped_low and ratio/clipped_high,
         shares of tokens that they hold; for rollout and current mismatch/token_mult_prob_error and mismatch/kl, as in
         logprob_mismatch.py; for recompute and current importance/mean, of rho (1 in expectation), importance/truncated,
         the share above the cap, importance/masked, the share left out by either mask; with max_age, for every age k,
@@ -238,6 +268,8 @@ class PolicyLoss(ABC):
         loss = sums["loss/policy"] - self.entropy_coef * sums["loss/entropy"]
         if self.kl_coef:
             loss = loss + self.kl_coef * sums["loss/kl"]
+        if self.distillation:
+            loss = loss + self.distillation.coef * sums["loss/teacher"]
         with torch.no_grad():
             means = {name: (value.detach(), weight) for name, value in sums.items()}
             metrics |= self._policy_gap(tokens)
@@ -256,9 +288,12 @@ class PolicyLoss(ABC):
             "loss/policy": policy.value if weight is None else weight * policy.value,
             "loss/entropy": entropy.where(tokens.mask, 0),
         }
+        carried = tokens.ratio if weight is None else weight * tokens.ratio
+        if self.distillation:
+            log_ratio = tokens.teacher_log_prob - tokens.log_prob
+            terms["loss/teacher"] = carried * teacher_kl(log_ratio, self.distillation.log_ratio_floor)
         if self.kl_coef:
             estimate = kl_estimate(tokens.reference_log_prob - tokens.log_prob, self.kl_estimator)
-            carried = tokens.ratio if weight is None else weight * tokens.ratio
             terms["loss/kl"] = kl_term(carried, estimate, self.kl_max)
         metrics |= policy.metrics
         metrics["ratio/mean"] = (tokens.ratio if policy.ratio is None else policy.ratio).detach()

@@ -57,6 +57,16 @@ def kl_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     return x.square() / 2 if estimator == "k2" else torch.expm1(x) - x
 
 
+def teacher_kl(log_ratio: Tensor, floor: float) -> Tensor:
+    """Return the estimate k3 of KL(pi || teacher) from x = log(teacher / pi), x at least `floor`.
+
+    The value is that of the bounded x, and the gradient passes through the bound. So a token that the teacher never
+    says has the gradient -floor * grad log pi once it is weighted by the ratio: bounded, and of the right sign.
+    """
+    bounded = log_ratio + (log_ratio.clamp(min=floor) - log_ratio).detach()
+    return kl_estimate(bounded, "k3")
+
+
 def kl_term(weight: Tensor, estimate: Tensor, bound: float | None) -> Tensor:
     """Return weight * estimate, with the weight clipped to `bound` and the product clipped to +-`bound`.
 

@@ -19,6 +19,7 @@ class FsdpBackend(Backend):
     shard_name = "rank"
     has_layouts = False
     trains_adapters = True
+    holds_residents = True
     frees_gradients = True
 
     def layout(self, trainer: TrainerSection) -> Layout:

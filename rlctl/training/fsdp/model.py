@@ -131,12 +131,13 @@ def build_policy(
     mesh: DeviceMesh,
     temperature: float,
     first: FirstAdapters | None = None,
+    frozen: bool = False,
 ) -> FsdpPolicy:
     """Shard `lm` over `mesh`, read its weights from `folder`, and return the policy, which computes in `dtype`.
 
     lm: model on the meta device, from `skeleton`. first: adapters, which are then the only trained parameters; None to
-    train every parameter. Raises the errors of `WeightFiles` and `shard_float32`, and ValueError for experts that a GPU
-    would compute one at a time.
+    train every parameter. frozen: no parameter is trained, and all have the compute dtype. Raises the errors of
+    `WeightFiles` and `shard_float32`, and ValueError for experts that a GPU would compute one at a time.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -150,6 +151,8 @@ def build_policy(
     lm.train()
     if first:
         add_adapters(lm, first.spec)
+    elif frozen:
+        lm.requires_grad_(False)
     policy = FsdpPolicy(lm, facts, temperature, section, dtype)
     precision = MixedPrecisionPolicy()
     if dtype != torch.float32:

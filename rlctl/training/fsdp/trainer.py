@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,14 @@ from torch.distributed.tensor import DTensor
 from rlctl.models.adapter_folder import check_trainable, open_weights
 from rlctl.models.meta_model import text_in_whole
 from rlctl.models.weight_headers import digest_of_weights
+from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.memory import residency
 from rlctl.refit.weight_source import Shard
 from rlctl.training.fsdp.float32_pass import in_float32
 from rlctl.training.fsdp.mesh import add_over_replicas, make_meshes, shard_start
 from rlctl.training.fsdp.model import Named, build_policy, check_restarts, free_gathered, local, read_shards
+from rlctl.training.fsdp.optimizer import MOMENTS, make_optimizer
+from rlctl.training.fsdp.resident import build_residents
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.lora import AdapterJob, Base, FirstAdapters
 from rlctl.training.offload import OffloadManager
@@ -27,10 +31,7 @@ from rlctl.training.rank import TrainerRank
 from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
 from rlctl.training.sharded_checkpoint import load_shards
 from rlctl.training.spec import TrainerSpec
-from rlctl.training.update import MetricAccumulator, clipping, decayed_names, divide_and_clip, gradient_norm
-
-# AdamW's own names of its moments.
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from rlctl.training.update import MetricAccumulator, clipping, divide_and_clip, gradient_norm
 
 
 class FsdpTrainer(TrainerRank):
@@ -87,32 +88,21 @@ class FsdpTrainer(TrainerRank):
             if self._table.sends(name):
                 sent_tensors[name] = buffer
         self._sent_tensors: Named = sent_tensors
-        self._optimizer = self._make_optimizer()
+        # Frozen parameters below adapters; empty without adapters.
+        self._base_tensors: Named = {}
+        if first:
+            self._base_tensors = {
+                name: parameter for name, parameter in self._policy.lm.named_parameters() if not parameter.requires_grad
+            }
+        self._optimizer = make_optimizer(self._policy.lm, self._parameters, spec.config.optimizer)
         # Only AdamW's two moments are moved, of the states in the residency table: 8 bytes for each parameter.
         # Gradients are freed after each update, and step counts take almost no memory.
-        moments = [local(state[key]) for state in self._optimizer.state.values() for key in _MOMENTS]
+        moments = [local(state[key]) for state in self._optimizer.state.values() for key in MOMENTS]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"optimizer": moments})
+        self._residents = build_residents(spec, self._device, self._dtype, self._mesh)
         # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        """Make AdamW with all of its state, so that loading and saving find it."""
-        section = self._config.optimizer
-        decayed = decayed_names(self._policy.lm)
-        decayed_parameters = [parameter for name, parameter in self._parameters.items() if name in decayed]
-        undecayed_parameters = [parameter for name, parameter in self._parameters.items() if name not in decayed]
-        groups = [
-            {"params": decayed_parameters, "weight_decay": section.weight_decay},
-            {"params": undecayed_parameters, "weight_decay": 0.0},
-        ]
-        betas = section.betas[0], section.betas[1]
-        optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)
-        for parameter in self._parameters.values():
-            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments = {key: torch.zeros_like(parameter) for key in _MOMENTS}
-            optimizer.state[parameter] = {"step": step, **moments}
-        return optimizer
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         dtypes = {name: dtype_name for name, _, dtype_name in self.layout(dtype)}
@@ -135,27 +125,33 @@ class FsdpTrainer(TrainerRank):
         with in_float32(self._policy):
             return self.log_probs(micro_batches)
 
-    def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def _log_probs(self, micro_batches: list[MicroBatch], role: Role) -> list[list[NDArray[np.float32]]]:
+        model = self._residents[role].model if role in self._residents else self._policy
         log_probs_of_batches: list[list[NDArray[np.float32]]] = []
         for micro_batch in micro_batches:
             packed = pack(micro_batch, self._device)
             rows = packed.positions.nonzero()[:, 0]
-            log_probs, _ = self._policy(packed, rows)
+            log_probs, _ = model(packed, rows)
             all_log_probs = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
             parts = np.split(all_log_probs.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else []
             log_probs_of_batches.append(parts)
         # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
-        free_gathered(self._policy)
+        free_gathered(model)
         return log_probs_of_batches
 
-    def _live_weights(self) -> dict[str, Tensor]:
-        return {name: local(tensor).detach() for name, tensor in self._sent_tensors.items()}
+    def _weights_of(self, role: Role) -> AbstractContextManager[None]:
+        resident = self._residents.get(role)
+        return resident.on_device() if resident else super()._weights_of(role)
+
+    def _live_weights(self, below_adapters: bool) -> dict[str, Tensor]:
+        tensors = self._base_tensors if below_adapters else self._sent_tensors
+        return {name: local(tensor).detach() for name, tensor in tensors.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:
         return read_shards(
             open_weights(folder),
             table=self._table_of(folder),
-            tensors=self._sent_tensors,
+            tensors=self._sent_tensors if live.keys() == self._sent_tensors.keys() else self._base_tensors,
             facts=self._facts,
             dtype=self._dtype,
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rlctl.models import hf_folder
 from rlctl.preflight.backends.megatron import cpu_offload_problem, megatron_of
+from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.memory import residency
 from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
@@ -73,7 +74,7 @@ class MegatronTrainer(TrainerRank):
             # Megatron sets this mark only when it initializes weights at random. In the gradient norm it counts
             # unmarked parameters on the first tensor-parallel rank only.
             parameter.tensor_model_parallel = not self._mapping.is_replicated(name)  # type: ignore[attr-defined]
-        self._read_shaped(self._folder, self._live_weights())
+        self._read_shaped(self._folder, self._live_weights(below_adapters=False))
         # Gradients are reduced once, at the end of the update. Because of `calculate_per_token_loss` Megatron does not
         # scale gradients before, also not those of experts.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -114,7 +115,7 @@ class MegatronTrainer(TrainerRank):
         super().close()
         self._emulation.stop()
 
-    def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+    def _log_probs(self, micro_batches: list[MicroBatch], role: Role) -> list[list[NDArray[np.float32]]]:
         def collect_log_probs(
             log_probs: Tensor, entropy: Tensor, packed: Packed, has_sequence: bool
         ) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,7 @@ class MegatronTrainer(TrainerRank):
             log_probs_of_batches.append(parts)
         return log_probs_of_batches
 
-    def _live_weights(self) -> dict[str, Tensor]:
+    def _live_weights(self, below_adapters: bool) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def _read_weights(self, folder: Path, live: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -187,21 +187,26 @@ def open_trainer(
     reference: Path | None = None,
     adapters: AdapterSpec | None = None,
     adapter: Path | None = None,
+    teacher: RoleModel | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Open a trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's.
 
-    reference: folder of that role's model, `model` unless given. adapter: folder of the adapters' first values.
+    reference: folder of that role's model, `model` unless given. teacher: a further role. adapter: folder of the
+    adapters' first values.
     """
     meeting = folder / "meeting-shared"
     if world == 1:
         meeting = folder / f"meeting-{len(list(folder.glob('meeting*')))}"
     config = replace(CONFIG, adapters=adapters, **options)
+    roles = {"reference": RoleModel(str(reference or model))}
+    if teacher:
+        roles["teacher"] = teacher
     trainer: Any = make_trainer(
         TrainerSpec(
             config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
             init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
-            seed=0, profile=None, roles={"reference": RoleModel(str(reference or model))},
+            seed=0, profile=None, roles=roles,
             adapter_folder=str(adapter) if adapter else None,
         )
     )  # fmt: skip

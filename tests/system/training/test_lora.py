@@ -126,7 +126,7 @@ def test_the_reference_is_the_base_and_costs_no_copy(model: Path, tmp_path: Path
         assert max(np.abs(row - base_row).max() for row, base_row in zip(trained, expected)) > 1e-3
         assert_same(log_probs(trainer, "reference"), expected)
         assert_same(log_probs(trainer), trained)
-        assert not trainer._frozen
+        assert not trainer._swapped._frozen
 
 
 def test_a_run_that_starts_from_an_adapter_has_it_as_its_reference(model: Path, tmp_path: Path) -> None:

@@ -59,19 +59,19 @@ def test_a_graph_warms_up_on_a_batch_of_the_longest_sample_unless_keys_name_size
     assert warm_up_passes(settled, longest=40) == expected
 
 
-@pytest.mark.parametrize(("kl_coef", "expected_columns"), [(0.0, {}), (0.1, {"reference_log_prob": "reference"})])
+@pytest.mark.parametrize(("kl_coef", "expected_roles"), [(0.0, ()), (0.1, ("reference",))])
 def test_each_rank_goes_through_a_full_pack_of_two_lengths(
-    kl_coef: float, expected_columns: dict[str, str], tmp_path: Path
+    kl_coef: float, expected_roles: tuple[str, ...], tmp_path: Path
 ) -> None:
     sizes = ("trainer.compile=true", "trainer.num_ranks=3", "trainer.micro_batch_tokens=600", "model.max_length=50")
     counts: list[int] = []
     lengths: list[int] = []
-    columns_of_passes: list[dict[str, str]] = []
+    roles_of_passes: list[tuple[str, ...]] = []
 
-    def warm_up(count: int, length: int, loss: object, columns: dict[str, str]) -> None:
+    def warm_up(count: int, length: int, loss: object, roles: tuple[str, ...]) -> None:
         counts.append(count)
         lengths.append(length)
-        columns_of_passes.append(columns)
+        roles_of_passes.append(roles)
 
     trainer: Any = SimpleNamespace(warm_up=warm_up)
     session = make_session(tmp_path)
@@ -80,6 +80,6 @@ def test_each_rank_goes_through_a_full_pack_of_two_lengths(
     first_length, second_length = lengths
     assert counts[0] * first_length <= 3 * 600 < (counts[0] + 3) * first_length
     assert 2 <= second_length < first_length <= 50
-    assert columns_of_passes == [expected_columns, expected_columns]
+    assert roles_of_passes == [expected_roles, expected_roles]
     session.end_start()
     assert set(list(read_records(tmp_path / "events.jsonl"))[-1]["parts"]) == {"warm-up"}

@@ -38,7 +38,10 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("rewards=exact", "must be a list, not 'exact'"),
         ("model.max_length=long", "must be a whole number or null, not 'long'"),
         # Limits and choices.
-        ("grpo.num_generations_per_prompt=1", "must be at least 2, not 1"),
+        (
+            "grpo.num_generations_per_prompt=1",
+            "must be at least 2, not 1: a rollout's advantage is its distance from others of its group",
+        ),
         ("generation.top_p=1.5", "must be above 0 and at most 1, not 1.5"),
         ("trainer.optimizer.lr=.nan", "must be a finite number, above 0, not .nan"),
         ("grpo.loss.proximal=recomput", "must be one of auto, rollout, recompute, not 'recomput'; did you mean "
@@ -59,7 +62,10 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("data.train.path=text.jsonl", "text.jsonl:2: not JSON: Expecting value (column 1)"),
         ("data.chat_template=chat.jinja", "no file or folder chat.jinja; did you mean chats.jsonl?"),
         # Rewards.
-        ("rewards=[]", "is empty: at least one reward, for example `- name: exact`"),
+        (
+            "rewards=[]",
+            "is empty: at least one reward, for example `- name: exact`, or grpo.loss.distillation with a teacher",
+        ),
         ("rewards.0.weight=0", "the weights are all 0: nothing would be learnt"),
         (
             "rewards=[{name: exact, correct_at: 1}, {name: mine:brevity, correct_at: 0.5}]",
@@ -145,7 +151,7 @@ def test_what_has_no_default_must_be_set(home: Path) -> None:
         "model. A run, by its directory or its name, is its newest checkpoint. A checkpoint's folder is that "
         "checkpoint",
         "x.yaml: rewards: not set, and has no default: The rewards, summed by weight. One reward "
-        "decides which answers are right (correct_at)",
+        "decides which answers are right (correct_at). [] is for a run that learns from grpo.loss.distillation alone",
     ]
 
 

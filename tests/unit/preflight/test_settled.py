@@ -86,10 +86,10 @@ CHOSEN = {"chosen_values", "trainer", "generation", "choices"}
     [
         ("checkpoint", {"export_dtype"}),
         ("refit", {"checksum"}),
-        ("placement", {"is_colocated", "shares_devices", "phases", *CHOSEN}),
-        ("trainer", {"dtype", "generation_dtype", "export_dtype", *CHOSEN}),
+        ("placement", {"is_colocated", "shares_devices", "phases", "placed_roles", *CHOSEN}),
+        ("trainer", {"dtype", "generation_dtype", "export_dtype", "placed_roles", *CHOSEN}),
         ("validation", {"validates"}),
-        ("rewards", set()),
+        ("rewards", {"learns_from_rewards"}),
     ],
 )
 def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_other(
@@ -101,13 +101,14 @@ def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_ot
     assert fields_without_value(run) == set()
     assert fields_without_value(replace(run, config=replace(run.config, **{section: BROKEN}))) == dependent
     loss = replace(run.config, grpo=replace(run.config.grpo, loss=BROKEN))
-    assert fields_without_value(replace(run, config=loss)) == {"read_columns", *LOSS}
+    assert fields_without_value(replace(run, config=loss)) == {"placed_roles", "choices", *LOSS}
 
 
 def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
     grpo = load("grpo", None, []).settled
     sft = load("sft", None, []).settled
-    assert fields_without_value(grpo) == {"device", "dtype", "generation_dtype", "export_dtype", "checksum", *CHOSEN}
+    dtypes = {"dtype", "generation_dtype", "export_dtype"}
+    assert fields_without_value(grpo) == {"device", "checksum", "placed_roles", *dtypes, *CHOSEN}
     assert fields_without_value(sft) == {"device", "dtype", "chosen_values", "trainer", "choices"}
     stated = load("grpo", None, ["trainer.dtype=float32"]).settled
     assert (stated.generation_dtype, stated.export_dtype) == ("float32", "float32")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.models.model_settings import settings_of
 from rlctl.preflight.load import load
-from rlctl.run.fingerprint import contradictions, digest_rows, made_with, sizes_of
+from rlctl.run.fingerprint import contradictions, digest_rows, made_with
 from tests.unit import folders
 
 
@@ -77,9 +78,9 @@ def test_a_setting_that_no_list_of_ours_names_is_compared_too(home: Path) -> Non
     }
     for name, changes in settings.items():
         copy_model(home, name, lambda config, changes=changes: config.update(changes))  # type: ignore[misc]
-    then = {**find_facts(), "model": sizes_of(home / "scaled")}
+    then = {**find_facts(), "model": settings_of(home / "scaled")}
     for folder, change in (("wrapped", "mamba_multiplier 1.0 -> 0.5"), ("deeper", "vision_config.depth 2 -> 3")):
-        (contradiction,) = contradictions(then, {**then, "model": sizes_of(home / folder)}, 4)
+        (contradiction,) = contradictions(then, {**then, "model": settings_of(home / folder)}, 4)
         assert str(contradiction).endswith(f"not the model of the checkpoint of step 4: {change}")
 
 

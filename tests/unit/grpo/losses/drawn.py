@@ -5,14 +5,30 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rlctl.config.plugins import LOSSES
+from rlctl.config.role_schema import DistillationSection
 from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.load import load
+
+
+def make_distillation(coef: float = 1.0, log_ratio_floor: float = -10.0) -> DistillationSection:
+    """Return a term over the sampled tokens."""
+    return DistillationSection(
+        coef=coef,
+        over="sampled",
+        divergence="reverse_kl",
+        beta=0.5,
+        num_top_tokens=20,
+        rest="bin",
+        log_ratio_floor=log_ratio_floor,
+    )
+
 
 _SHARED: dict[str, list[Any]] = {
     "kl_coef": [0.0, 0.7],
     "kl_estimator": ["k1", "k2", "k3"],
     "kl_max": [None, 0.2, 10.0],
     "entropy_coef": [0.0, 0.1],
+    "distillation": [None, make_distillation(coef=0.6), make_distillation(log_ratio_floor=-0.2)],
     "proximal": ["rollout", "recompute", "current"],
     "importance_cap": [None, 1.2],
     "importance_mask": [None, (0.7, 1.5)],

@@ -16,6 +16,7 @@ from rlctl.grpo.losses.check import MadeUpRow
 MU = "rollout_log_prob"
 PROXIMAL = "proximal_log_prob"
 REFERENCE = "reference_log_prob"
+TEACHER = "teacher_log_prob"
 
 
 def old_log_prob(loss: PolicyLoss, row: MadeUpRow, t: int) -> Tensor:
@@ -121,11 +122,21 @@ def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
     return term if abs(term) < loss.kl_max else torch.sign(term).detach() * loss.kl_max
 
 
+def teacher(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
+    """Return w r k3, its log-ratio at least the floor in value, but not in its gradient."""
+    if loss.distillation is None:
+        return 0 * row.log_probs[t]
+    x = row.columns[TEACHER][t] - row.log_probs[t]
+    if x < loss.distillation.log_ratio_floor:
+        x = x - x.detach() + loss.distillation.log_ratio_floor
+    return w * (row.log_probs[t] - old_log_prob(loss, row, t)).exp() * (x.exp() - 1 - x)
+
+
 def reference(loss: PolicyLoss, rows: Sequence[MadeUpRow]) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of an update over `rows`, with gradient, and its policy, KL and entropy terms by name."""
+    """Return the loss of an update over `rows`, with gradient, and its terms by name."""
     tokens = sum(len(trained_places(row)) for row in rows)
     rollouts = len({row.rollout for row in rows})
-    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "entropy")}
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "teacher", "entropy")}
     for row in rows:
         rollout = [sibling for sibling in rows if sibling.rollout == row.rollout]
         length = sum(len(trained_places(sibling)) for sibling in rollout)
@@ -138,6 +149,9 @@ def reference(loss: PolicyLoss, rows: Sequence[MadeUpRow]) -> tuple[Tensor, dict
             w = importance(loss, rollout, row, t)
             sums["policy"] = sums["policy"] + share * w * POLICY[type(loss).__name__](loss, rollout, row, t)
             sums["kl"] = sums["kl"] + share * kl(loss, w, row, t)
+            sums["teacher"] = sums["teacher"] + share * teacher(loss, w, row, t)
             sums["entropy"] = sums["entropy"] + share * row.entropy[t]
     total = sums["policy"] + loss.kl_coef * sums["kl"] - loss.entropy_coef * sums["entropy"]
+    if loss.distillation:
+        total = total + loss.distillation.coef * sums["teacher"]
     return total, {f"loss/{name}": value.item() for name, value in sums.items()}

@@ -35,6 +35,7 @@ def test_loss_and_gradient_equal_the_papers_formula(
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
     if not isinstance(loss.mean_over, float):
         assert measured.means.get("loss/policy", 0) == pytest.approx(terms["loss/policy"], rel=1e-9, abs=1e-12)
+        assert measured.means.get("loss/teacher", 0) == pytest.approx(terms["loss/teacher"])
         assert measured.means.get("loss/kl", 0) == pytest.approx(terms["loss/kl"] if loss.kl_coef else 0)
 
 

@@ -1,0 +1,44 @@
+"""Log-prob columns of a step's sequences that models besides the policy compute, each sequence by its own model."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.batch import TrainingBatch
+from rlctl.preflight.declared_columns import Role
+from rlctl.preflight.roles import TEACHER
+from rlctl.rollout.types import RolloutGroup
+from rlctl.training.micro_batching import TrainingSample
+
+LogProbs = NDArray[np.float32]
+
+
+def models_of_sequences(
+    config: GrpoConfig, batch: TrainingBatch, groups: Sequence[RolloutGroup], role: Role
+) -> list[Role]:
+    """Return the model that computes a column of `role` for each sequence of the batch.
+
+    With several teachers it is the teacher that the row of the sequence's task names.
+    """
+    key = config.teacher_key
+    if role != TEACHER or key is None:
+        return [role] * len(batch.sequences)
+    rows = {group.task.id: group.task.row for group in groups}
+    return [f"teachers.{rows[task_id][key]}" for task_id, _ in batch.places]
+
+
+def score_by_models(
+    samples: Sequence[TrainingSample],
+    models: Sequence[Role],
+    score: Callable[[Sequence[TrainingSample], Role], list[LogProbs]],
+) -> list[LogProbs]:
+    """Return the log-probs of each sample under its own model, in order. One call of `score` for each model."""
+    log_probs: list[LogProbs] = [np.zeros(0, np.float32)] * len(samples)
+    for model in dict.fromkeys(models):
+        indices = [index for index, own_model in enumerate(models) if own_model == model]
+        rows = score([samples[index] for index in indices], model)
+        for index, row in zip(indices, rows, strict=True):
+            log_probs[index] = row
+    return log_probs

@@ -1,0 +1,249 @@
+"""Roles of a run besides the policy: where their sections are, facts of their models, and the place of each.
+
+A role is `reference`, `teacher` or `teachers.NAME`, the name of its section. `read_role_facts` reads files. The rest is
+pure. A swapped pass copies the policy's weights to the host and back, and the role's to the device. A resident pass
+copies only the role's weights to the device, which needs room besides the policy's.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.config.errors import ModelError
+from rlctl.config.role_schema import Place
+from rlctl.config.run_weights import local_adapter
+from rlctl.config.schema import GrpoConfig
+from rlctl.models.adapter_folder import read_spec
+from rlctl.models.adapters import AdapterSpec
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_settings import settings_of
+from rlctl.models.model_sizes import config_file, sizes_of
+from rlctl.preflight.backend import FLOAT32, backend_of
+from rlctl.preflight.declared_columns import HeldRole, Role, RolePlace, read_columns, roles_by_column
+from rlctl.preflight.machine import Device
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, TrainerSettings
+
+REFERENCE: Role = "reference"
+TEACHER: Role = "teacher"
+# Share of a device's memory that the states of a pass may fill, as in `choices.USABLE`.
+_USABLE = 0.88
+# Bytes/s of a copy between device and host (H200, bench/README.md), and within the memory of a CPU.
+_LINK_RATES: dict[Device, float] = {"cuda": 54e9, "cpu": 5e9}
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class WrittenRole:
+    """The section of a role in the config."""
+
+    name: Role
+    # Folder or hub name of a model or of an adapter; None for the policy's first weights, or if `lora` names its base.
+    path: str | None
+    # Folder or hub name of an adapter over `path`.
+    lora: str | None
+    place: Place
+
+    @property
+    def weights(self) -> str | None:
+        """Folder or hub name of the weights; None for the policy's first weights."""
+        return self.lora or self.path
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """Facts of a role's model."""
+
+    # None if the model is not on this machine, or is new.
+    sizes: ModelSizes | None = None
+    # First setting of config.json that differs from the policy's, as `hidden_size 128 -> 256`. None: the architecture
+    # is the policy's, or a model is not on this machine.
+    difference: str | None = None
+    # True for the policy's first weights.
+    is_first: bool = False
+    # True for adapters over the policy's base, shaped as the trained ones.
+    is_adapter: bool = False
+
+
+@dataclass(frozen=True)
+class PlacedRole:
+    """A role, and where its weights are."""
+
+    name: Role
+    place: RolePlace
+    # Reason for the place, with the seconds of a pass's copies.
+    reason: str
+    # Memory of its weights; None if they need no copy.
+    held: HeldRole | None
+    # Why there is no room for the role, with the remedy; None if there is.
+    problem: str | None = None
+    # True if the config leaves the place at `auto`, and the role is not the policy's first weights.
+    is_chosen: bool = False
+
+
+def written_roles(config: GrpoConfig) -> dict[Role, WrittenRole]:
+    """Return the roles that the config has a model for, by name."""
+    reference = config.reference
+    roles = {REFERENCE: WrittenRole(REFERENCE, reference.path, lora=None, place=reference.place)}
+    sections = {f"teachers.{name}": section for name, section in config.teachers.items()}
+    if config.teacher is not None:
+        sections[TEACHER] = config.teacher
+    for name, section in sections.items():
+        roles[name] = WrittenRole(name, section.path, lora=section.lora, place=section.place)
+    return roles
+
+
+def models_of(config: GrpoConfig, role: Role) -> tuple[Role, ...]:
+    """Return the roles whose models compute a column of `role`: itself, or each of several teachers."""
+    if role == TEACHER and config.teachers:
+        return tuple(f"teachers.{name}" for name in config.teachers)
+    return (role,)
+
+
+def read_role_facts(
+    role: WrittenRole, policy: str, policy_sizes: ModelSizes | None, adapters: AdapterSpec | None
+) -> RoleFacts:
+    """Read the facts of a role's model. policy: folder or hub name of the run's model. adapters: that the run trains.
+
+    A folder that cannot be read gives no facts. A check reports it.
+    """
+    if role.weights is None:
+        return RoleFacts(sizes=policy_sizes, is_first=True)
+    base = role.path or role.weights
+    file = config_file(base)
+    policy_file = config_file(policy)
+    if file is None:
+        return RoleFacts()
+    sizes = None
+    with suppress(ModelError):
+        sizes = sizes_of(base)
+    if policy_file is None:
+        return RoleFacts(sizes)
+    difference = first_difference(policy_file.parent, file.parent)
+    has_base = file.parent.resolve() == policy_file.parent.resolve()
+    adapter = local_adapter(role.weights)
+    is_adapter = False
+    if adapter and has_base and adapters and sizes:
+        with suppress(ModelError):
+            is_adapter = replace(read_spec(adapter, sizes.linears), dropout=adapters.dropout) == adapters
+    return RoleFacts(sizes, difference, is_adapter=is_adapter)
+
+
+def first_difference(policy: Path, other: Path) -> str | None:
+    """Return the first setting of config.json that differs, as `hidden_size 128 -> 256`; None if none differs."""
+    settings = settings_of(policy)
+    other_settings = settings_of(other)
+    for key in [*settings, *other_settings]:
+        if settings.get(key) != other_settings.get(key):
+            return f"{key} {settings.get(key)} -> {other_settings.get(key)}"
+    return None
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a rank's device, and the policy's share while log-probs are computed."""
+
+    device: Device
+    # Bytes of the device; None: not known.
+    capacity: int | None
+    # Bytes that the policy's states and an awake engine take.
+    taken: int
+
+
+def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
+    """Return the roles besides the policy whose log-probs a loss or an advantage reads; each of several teachers."""
+    roles: list[Role] = []
+    for role in dict.fromkeys(roles_by_column(read_columns(config)).values()):
+        if role != "policy":
+            roles += models_of(config, role)
+    return tuple(roles)
+
+
+def place_roles(
+    config: GrpoConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, trainer: TrainerSettings, room: Room
+) -> dict[Role, PlacedRole]:
+    """Return the place of each role that is read, by name. A role without a model is left out; a check reports it."""
+    written = written_roles(config)
+    placed = {}
+    for name in read_roles(config):
+        if name in written:
+            role = written[name]
+            facts = role_facts.get(name, RoleFacts(is_first=role.weights is None))
+            is_chosen = role.place == "auto" and role.weights is not None
+            placed[name] = replace(_place_role(role, facts, policy, trainer, room), is_chosen=is_chosen)
+    return placed
+
+
+def _place_role(
+    role: WrittenRole, facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings, room: Room
+) -> PlacedRole:
+    """Return the role with its place: the written one, else the faster of the two that fit."""
+    if facts.is_first and role.place != "resident":
+        return _place_first(role, policy, trainer, room.device)
+    size = DTYPE_BYTES[trainer.dtype]
+    shards = backend_of(trainer).shard_counts(trainer)
+    sizes = facts.sizes or policy
+    role_bytes = shards.rank_parameters(sizes) * size
+    if facts.is_adapter and trainer.adapters:
+        role_bytes = -(-trainer.adapters.parameters // shards.weights) * size
+    rate = _LINK_RATES[room.device]
+    swap_s = (2 * _live_bytes(facts, policy, trainer) + role_bytes) / rate
+    load_s = role_bytes / rate if room.device == "cuda" else 0.0
+    swapped = PlacedRole(
+        role.name,
+        "swapped",
+        f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {_gib(role_bytes)} in",
+        HeldRole(role.name, role_bytes, is_resident=False),
+    )
+    reason = f"{load_s:.2g} s of copies a pass" if load_s else "no copies"
+    if facts.difference is None:
+        reason += f", against {swap_s:.2g} s if it were swapped"
+    resident = PlacedRole(role.name, "resident", reason, HeldRole(role.name, role_bytes, is_resident=True))
+    can_swap = facts.difference is None
+    if role.place == "swapped" or facts.is_adapter or (can_swap and not backend_of(trainer).holds_residents):
+        return swapped
+    usable = None if room.capacity is None or room.device == "cpu" else int(_USABLE * room.capacity)
+    if usable is None or room.taken + role_bytes <= usable:
+        return resident
+    if can_swap and role.place == "auto":
+        arithmetic = f"{_gib(role_bytes)} beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
+        return replace(swapped, reason=f"{swapped.reason}; resident does not fit: {arithmetic}")
+    remedy = (
+        f"{role.name}.place=swapped takes no memory of the device" if can_swap else "more trainer.num_ranks hold it"
+    )
+    problem = (
+        f"takes {_gib(role_bytes)} of each device beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
+    )
+    return replace(resident, problem=f"{problem}: {remedy}")
+
+
+def _place_first(role: WrittenRole, policy: ModelSizes, trainer: TrainerSettings, device: Device) -> PlacedRole:
+    """Return the place of the policy's first weights."""
+    if trainer.adapters:
+        return PlacedRole(role.name, "swapped", "the base with adapters off: no copies", None)
+    shards = backend_of(trainer).shard_counts(trainer)
+    role_bytes = shards.rank_parameters(policy) * DTYPE_BYTES[trainer.dtype]
+    live_bytes = shards.rank_parameters(policy) * FLOAT32
+    swap_s = (2 * live_bytes + role_bytes) / _LINK_RATES[device]
+    reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, its first ones in"
+    return PlacedRole(role.name, "swapped", reason, HeldRole(role.name, role_bytes, is_resident=False))
+
+
+def _live_bytes(facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings) -> int:
+    """Return the bytes of a rank's weights that a swapped role replaces."""
+    shards = backend_of(trainer).shard_counts(trainer)
+    if facts.is_adapter and trainer.adapters:
+        return -(-trainer.adapters.parameters // shards.weights) * FLOAT32
+    # Frozen weights below adapters have the compute dtype.
+    size = DTYPE_BYTES[trainer.dtype] if trainer.adapters else FLOAT32
+    return shards.rank_parameters(policy) * size
+
+
+def role_choices(roles: Mapping[Role, PlacedRole]) -> tuple[Choice, ...]:
+    """Return the chosen place of each role with `is_chosen`."""
+    chosen_roles = [role for role in roles.values() if role.is_chosen]
+    return tuple(Choice(f"{role.name}.place", role.place, role.reason) for role in chosen_roles)
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"

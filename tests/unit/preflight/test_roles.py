@@ -1,0 +1,146 @@
+"""Each role gets the place that its model, the backend and the memory allow, with the reason; the rest is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.errors import ConfigError
+from rlctl.models.facts import ModelSizes
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.placement import this_machine
+from rlctl.preflight.plan import make_plan
+from rlctl.preflight.roles import PlacedRole
+from tests.unit import folders
+
+GIB = 1 << 30
+TERM = "grpo.loss.distillation={}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a home with two teachers: `twin` has the model's architecture, `wide` another width."""
+    home = folders.write(tmp_path / "home")
+    shutil.copytree(home / "model", home / "twin")
+    shutil.copytree(home / "model", home / "wide")
+    config = json.loads((home / "wide/config.json").read_text())
+    (home / "wide/config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    monkeypatch.chdir(home)
+    for name in ("model", "twin", "wide"):
+        read_sizes(home / name / "config.json")
+    return home
+
+
+def place(*overrides: str, device: Any = "cpu", memory: int | None = None, role: str = "teacher") -> PlacedRole:
+    settled = load("grpo", "grpo.recipe.yaml", [TERM, *overrides]).settled
+    placed: PlacedRole = settled.settle_on(RunMachine(device, memory), settled.facts).placed_roles[role]
+    return placed
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", list(overrides))
+    return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
+
+
+def test_a_place_at_auto_is_the_faster_that_fits_and_the_plan_shows_it(home: Path) -> None:
+    assert place("teacher.path=twin").place == "resident"
+    assert place("teacher.path=wide").place == "resident"
+    roomy = place("teacher.path=twin", device="cuda", memory=GIB)
+    assert roomy.place == "resident" and "against" in roomy.reason
+    tight = place("teacher.path=twin", device="cuda", memory=1 << 20)
+    assert tight.place == "swapped" and "resident does not fit: 0.2 MiB beside" in tight.reason
+    run = load("grpo", "grpo.recipe.yaml", [TERM, "teacher.path=twin"]).settled
+    plan = make_plan(run.settle_on(RunMachine("cpu"), run.facts), this_machine(0))
+    assert [choice.value for choice in plan.chosen if choice.key == "teacher.place"] == ["resident"]
+    assert plan.memory and plan.memory.trainer["teacher"] == 4 * read_sizes(home / "model/config.json").parameters
+
+
+def test_a_resident_that_does_not_fit_is_refused_with_the_arithmetic_and_the_place_where_it_would(home: Path) -> None:
+    written = place("teacher.path=twin", "teacher.place=resident", device="cuda", memory=1 << 20)
+    assert written.problem and "teacher.place=swapped takes no memory of the device" in written.problem
+    other = place("teacher.path=wide", device="cuda", memory=1 << 20)
+    assert other.problem and "more trainer.num_ranks hold it" in other.problem
+    run = load("grpo", "grpo.recipe.yaml", [TERM, "teacher.path=wide"]).settled
+    plan = make_plan(run.settle_on(RunMachine("cuda", 1 << 20), run.facts), this_machine(1))
+    assert plan.unplaced == {"teacher": other.problem}
+
+
+def test_a_resident_is_on_the_device_for_its_passes_alone(home: Path) -> None:
+    run = load("grpo", "grpo.recipe.yaml", [TERM, "teacher.path=wide"]).settled
+    plan = make_plan(run.settle_on(RunMachine("cuda", GIB), run.facts), this_machine(1))
+    assert plan.memory
+    places = {phase: states["teacher"].place for phase, states in plan.memory.placed_states.items()}
+    assert places.pop("log_probs") == "device" and set(places.values()) == {"host"}
+
+
+def test_the_policys_first_weights_are_swapped_or_the_base_below_adapters(home: Path) -> None:
+    kl = ("grpo.loss.kl_coef=0.1", "teacher.path=twin")
+    first = place(*kl, role="reference")
+    assert first.place == "swapped" and not first.is_chosen
+    assert place(*kl, "lora={}", role="reference").held is None
+    assert place(*kl, "reference.path=wide", role="reference").place == "resident"
+
+
+def test_a_dry_settling_without_sizes_places_nothing(home: Path) -> None:
+    settled = load("grpo", "grpo.recipe.yaml", [TERM, "teacher.path=twin"]).settled
+    sizes: ModelSizes | None = None
+    assert settled.settle_on(RunMachine("cpu"), sizes).placed_roles == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ([TERM], "grpo.loss.distillation: needs a teacher: set teacher.path, or null"),
+        (["teacher.path=twin"], "teacher: nothing reads it: set grpo.loss.distillation={}, or null"),
+        ([TERM, "teacher={}"], "teacher.path: not set; needed: the teacher's model, or lora, an adapter with its base"),
+        (
+            [TERM, "teacher.path=twin", "teachers={a: {path: twin}}", "teacher_key=school"],
+            "teachers: there is a teacher already: give either teacher or teachers",
+        ),
+        (
+            [TERM, "teachers={a: {path: twin}, b: {path: wide}}"],
+            "teacher_key: not set; needed: the column in which rows name one of a, b",
+        ),
+        ([TERM, "teacher.path=twin", "teacher_key=x"], "teacher_key: needs teachers, one for each value of the column"),
+        (
+            [TERM, "teacher={path: wide, place: swapped}"],
+            "teacher.place: swapped needs the policy's architecture, and HOME/wide has hidden_size 64 -> 128; set "
+            "auto or resident",
+        ),
+        (
+            [TERM, "teacher.path=wide", "trainer.backend=megatron"],
+            "teacher.path: has hidden_size 64 -> 128, and trainer.backend=megatron holds no other architecture; set "
+            "trainer.backend=fsdp",
+        ),
+        (
+            ["rewards=[]"],
+            "rewards: is empty: at least one reward, for example `- name: exact`, or grpo.loss.distillation with a "
+            "teacher",
+        ),
+        (
+            ["grpo.num_generations_per_prompt=1"],
+            "grpo.num_generations_per_prompt: must be at least 2, not 1: a rollout's advantage is its distance from "
+            "others of its group",
+        ),
+        (
+            [TERM, "teacher.path=twin", "rewards=[]", "grpo.dynamic_sampling.filter=rewards"],
+            "grpo.dynamic_sampling.filter: rewards leaves out every group of a run without rewards: set null",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_in_one_line(home: Path, overrides: list[str], problem: str) -> None:
+    assert problem.replace("HOME", str(home)) in problems(*overrides)
+
+
+def test_another_tokenizer_is_refused_with_the_token(home: Path) -> None:
+    file = home / "wide/tokenizer.json"
+    raw = json.loads(file.read_text())
+    raw["model"]["vocab"]["+"], raw["model"]["vocab"]["-"] = raw["model"]["vocab"]["-"], raw["model"]["vocab"]["+"]
+    file.write_text(json.dumps(raw))
+    [problem] = problems(TERM, "teacher.path=wide")
+    assert problem.startswith("teacher.path: another tokenizer than the policy's: token '")
