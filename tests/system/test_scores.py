@@ -62,9 +62,10 @@ def assert_is_right(folder: Path, request: ScoreRequest, answer: Completion) -> 
     assert set(answer.versions.tolist()) == {4}
     gap = np.abs(answer.log_probs - expected.gather(1, scored[:, None])[:, 0].numpy()).max()
     if request.top:
-        ids = expected.topk(request.top).indices
-        assert (answer.columns["top_ids"] == ids.numpy()).mean() > 0.999
-        gap = max(gap, np.abs(answer.columns["top_log_probs"] - expected.gather(1, ids).numpy()).max())
+        # Two tokens of almost equal log-probs may change places: each id has its log-prob, and the k-th has the k-th.
+        top_ids = torch.from_numpy(answer.columns["top_ids"]).long()
+        for log_probs in (expected.gather(1, top_ids), expected.topk(request.top).values):
+            gap = max(gap, np.abs(answer.columns["top_log_probs"] - log_probs.numpy()).max())
     elif request.ids is not None:
         assert np.array_equal(answer.columns["top_ids"], request.ids)
         given = expected.gather(1, torch.from_numpy(request.ids).long())
