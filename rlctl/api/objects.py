@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import BytesIO
+from keyword import iskeyword
 from pathlib import Path
 from types import CodeType
 from typing import Any, TypeGuard
@@ -70,7 +71,10 @@ def _plain(value: object, folder: Callable[[], Path], key: str) -> object:
         return [_plain(inner_value, folder, key) for inner_value in value]
     if callable(value):
         return _name_in_own_file(value) or _name_in_new_file(value, folder)
-    raise TypeError(f"is a {type(value).__name__}: give text, numbers, lists, mappings, a function or a class")
+    allowed = "text, numbers, lists, mappings, a function or a class"
+    if _ROWS_KEY.fullmatch(key):
+        allowed = "a path, a list of mappings (to_dict('records') of a DataFrame), or a Dataset"
+    raise TypeError(f"is a {type(value).__name__}: give {allowed}")
 
 
 def _are_rows(value: object) -> TypeGuard[Iterable[Mapping[str, Any]]]:
@@ -117,7 +121,8 @@ def _name_in_new_file(value: object, folder: Callable[[], Path]) -> str:
     except Exception as error:
         reason = f"{name} cannot be sent to the processes of a run: {one_line(error)}"
         raise TypeError(f"{reason}; make what it holds inside the function, or put it into a file of its own") from None
-    variable = name if name.isidentifier() else f"object_{name}"
+    # A lambda's name is a keyword.
+    variable = name if name.isidentifier() and not iskeyword(name) else f"object_{name}"
     lines = (
         f'"""{name}, as it was given to rlctl in Python. Written by rlctl, for the processes of runs."""',
         "",

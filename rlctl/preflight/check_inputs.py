@@ -31,7 +31,7 @@ _LONGEST_NAME = 200
 def check_data(config: RunConfig) -> Violations:
     """Find data files that cannot be used. Data sets of the hub and folders are not read."""
     data = config.data
-    if data.train.path is None and not data.train.sources:
+    if not data.train.path and not data.train.sources:
         yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
     if data.train.path is not None and data.train.sources:
         message = "data.train.path names a data set, and these name others: set path to null or sources to {}"

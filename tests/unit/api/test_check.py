@@ -69,8 +69,10 @@ def test_a_closure_and_an_instance_are_kept_in_files_that_only_their_user_reads(
         return weight * len(completion)
 
     folder = tmp_path / "objects"
-    (text,) = texts_of({"rewards": [weighted, functools.partial(brevity, "prompt")]}, lambda: folder)
-    closure_name, partial_name = text.removeprefix('rewards=["').removesuffix('"]').split('", "')
+    rewards = [weighted, functools.partial(brevity, "prompt"), lambda prompt, completion, answer, row: weight]
+    (text,) = texts_of({"rewards": rewards}, lambda: folder)
+    closure_name, partial_name, lambda_name = text.removeprefix('rewards=["').removesuffix('"]').split('", "')
+    assert load_object(lambda_name)("", "", "", {}) == weight
     assert load_object(closure_name)("", "four", "", {}) == 1.0
     assert load_object(partial_name)("four", "", {}) == -4.0
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -89,13 +91,20 @@ def test_rows_stand_where_a_recipe_names_a_file(tmp_path: Path) -> None:
 
 
 def test_rows_in_the_place_of_a_section_and_rows_that_json_has_not_are_refused(tmp_path: Path) -> None:
-    overrides = {"data.train": [{"prompt": "1+1="}], "data.validation.path": [{"prompt": "1"}, {"prompt": {1, 2}}]}
+    overrides = {
+        "data.train": [{"prompt": "1+1="}],
+        "data.validation.path": [{"prompt": "1"}, {"prompt": {1, 2}}],
+        "data": {"train": {"path": {"prompt"}}},
+    }
     with pytest.raises(rlctl.ConfigError) as error:
         texts_of(overrides, lambda: tmp_path)
     assert str(error.value).splitlines() == [
         "overrides: data.train: is a section: rows go to data.train.path",
         "overrides: data.validation.path: row 2 cannot be written as JSON: Object of type set is not JSON serializable",
+        "overrides: data: is a set: give a path, a list of mappings (to_dict('records') of a DataFrame), or a Dataset",
     ]
+    with pytest.raises(rlctl.ConfigError, match=r"override 1: data.train.path=\[\]: not set: a file"):
+        rlctl.check("grpo-tiny", {"data.train.path": []})
 
 
 def right(completions: Any, solution: Any, **columns: Any) -> list[float]:
