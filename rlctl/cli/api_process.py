@@ -36,7 +36,7 @@ def main() -> None:
         def answer(record: dict[str, Any]) -> None:
             print(json.dumps(record), file=answers, flush=True)
 
-        code = _explained(CALLS[call.pop("function")], call, answer)
+        code = _run_call(CALLS[call.pop("function")], call, answer)
     sys.stdout.flush()
     sys.stderr.flush()
     # A normal exit would only free every object of torch, transformers and Ray, which takes time.
@@ -47,11 +47,12 @@ def _end_with_parent() -> None:
     """Ask the kernel for a SIGTERM to this process when its caller is gone. A run then saves and ends."""
     parent = os.getppid()
     stop_with_parent()
+    # A caller that ended before the request sends no signal: the kernel has given this process another parent.
     if os.getppid() != parent:
         os._exit(INTERRUPTED)
 
 
-def _explained(function: Callable[..., int], arguments: dict[str, Any], answer: Answer) -> int:
+def _run_call(function: Callable[..., int], arguments: dict[str, Any], answer: Answer) -> int:
     """Call the function and return its exit code. If it raises, answer with the error and return the error's code."""
     try:
         return function(answer, **arguments)
@@ -83,7 +84,7 @@ def _train(answer: Answer, recipe: str | None, overrides: list[str], resume: str
     def tell_directory(run_dir: RunDir) -> None:
         answer({"run": str(run_dir.path)})
 
-    request = RunRequest(None, recipe, overrides, Path(resume) if resume else None)
+    request = RunRequest(kind=None, recipe=recipe, overrides=overrides, resume=Path(resume) if resume else None)
     prepared = prepare(request, "planned", ShownProgress())
     return launch_prepared(prepared, LocalRuntime(), on_directory=tell_directory)
 

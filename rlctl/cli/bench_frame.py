@@ -87,6 +87,7 @@ def show(results: Results, out: "Console") -> None:
         if isinstance(part, Line):
             out.print(Text(part.text, part.style))
             continue
+        # A cell is (title of its column, text).
         titles = [title for title, _ in part.rows[0]]
         columns = [texts(titles[0])] + [figures(title) for title in titles[1:]]
         table = make_table(*columns, titles="bold", gap=part.gap)
@@ -116,6 +117,7 @@ def _measure(bench: Bench) -> Results:
         with _progress() as say:
             results = bench.measure(folder, say)
     except KeyboardInterrupt:
+        # Nothing was measured. A bench that has measured some rows returns them, marked as interrupted.
         shutil.rmtree(folder, ignore_errors=True)
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -80,6 +80,7 @@ def chat(
             raise ConfigError([Problem("--tools", "", "are those of the client with --endpoint: leave it out")])
         if temperature is None:
             temperature = config.generation.temperature
+        # (most tokens of an answer, temperature)
         sampling = (max_tokens or run_max_tokens, temperature)
         environment = None if endpoint else _tools_environment(tools, config)
         columns = {} if endpoint else _chat_row(row, tools)
@@ -105,7 +106,8 @@ def _talk(
     with ExitStack() as stack:
         with busy(f"starting an engine for {target.name}"):
             session = stack.enter_context(chat_session(target, config, sampling, environment, row, logs, tell))
-        settings = f"{target.name}, temperature {sampling[1]:g}"
+        _, temperature = sampling
+        settings = f"{target.name}, temperature {temperature:g}"
         say(f"{settings}; {_NEW} begins another conversation, Ctrl-D ends, {_HELP} shows more", err=True)
         converse(session)
 
@@ -122,7 +124,8 @@ def _serve(target: "Target", config: "GrpoConfig", sampling: tuple[int, float], 
             served = stack.enter_context(served_policy(target, config, sampling, logs, tell))
         for line in client_lines(served.base_url, served.api_key, os.environ):
             say(line)
-        say(f"{target.name}, temperature {sampling[1]:g}, which clients do not change; Ctrl-C ends", err=True)
+        _, temperature = sampling
+        say(f"{target.name}, temperature {temperature:g}, which clients do not change; Ctrl-C ends", err=True)
         with suppress(KeyboardInterrupt):
             while True:
                 served.check()
@@ -166,6 +169,7 @@ def converse(session: "ChatSession") -> None:
                 for message in talk.say(line):
                     _show_message(message)
                 continue
+            # Only an answer that Ctrl-C stopped gets here.
             say("stopped; what you said last is left out", err=True)
         except TalkError as error:
             say(f"error: {error}", err=True)
@@ -200,8 +204,9 @@ def _show_message(message: "Message") -> None:
 
 
 def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
-    """Return the environment that --tools names; None without --tools. The run's own has the run's arguments.
+    """Return the environment that --tools names; None without --tools.
 
+    An environment that the run plays gets the arguments that the run gives it.
     Raises ConfigError if the name cannot be loaded.
     """
     from rlctl.config.plugins import ENVIRONMENTS
@@ -219,6 +224,7 @@ def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSp
 
 
 def _chat_row(text: str | None, tools: str | None) -> dict[str, Any]:
+    """Return the row of --row, the JSON object `text`; empty without --row. tools: value of --tools."""
     if text is None:
         return {}
     if tools is None:

@@ -56,6 +56,7 @@ def next_steps(state: ClusterState) -> str:
     dashboard = launcher_of(state).dashboard(state)
     if dashboard:
         steps.append(dashboard)
+    # Programs on this machine reach a head on it directly (no host), and any other head by its dashboard's port.
     if dashboard or not state.head.host:
         steps.append((f'eval "$(rlctl cluster env {state.name})"', "Ray programs in this shell use it"))
     steps.append((f"rlctl cluster down {state.name}", "stop it"))
@@ -77,7 +78,8 @@ def render(state: ClusterState, status: ClusterStatus) -> RenderableType:
         parts += [Text(""), Text("everything listens on loopback alone", style="dim")]
     dashboard = launcher_of(state).dashboard(state)
     if state.head.host and dashboard and status.head_alive:
-        parts += [Text(""), Text.assemble(("dashboard: ", "bold"), dashboard[0])]
+        command, _ = dashboard
+        parts += [Text(""), Text.assemble(("dashboard: ", "bold"), command)]
     if status.runs:
         parts += [Text(""), runs_table(status.runs)]
     for warning in status.warnings:

@@ -112,16 +112,20 @@ class Commands(TyperGroup):
 
 
 def _as_config_error(error: Any) -> Exception:
-    """Return a ConfigError with one line for a wrong option or argument. Return an error that shows the help as is."""
+    """Return a ConfigError with one line for a wrong option or argument.
+
+    The error by which a command without arguments shows its help is returned unchanged.
+    """
     if type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
-    names: list[str] = []
+    command_names: list[str] = []
     context = error.ctx
     # The outermost context is left out: its name is that of the program, for example a path.
     while context and context.parent:
-        names.insert(0, context.info_name)
+        command_names.insert(0, context.info_name)
         context = context.parent
-    see_help = f"; see {' '.join(['rlctl', *names, '--help'])}"
+    see_help = f"; see {' '.join(['rlctl', *command_names, '--help'])}"
+    # Only the error for an unknown option has this attribute.
     if getattr(error, "possibilities", None) is not None:
         option = error.option_name
         parameters = error.ctx.command.params
@@ -130,6 +134,7 @@ def _as_config_error(error: Any) -> Exception:
         remark = ""
         if near:
             remark = f"; did you mean {near[0]}?"
+        # A command with one of these arguments takes keys of the config.
         elif any(parameter.name in ("arguments", "overrides") for parameter in parameters):
             remark = _key_remark(option, error.ctx.info_name)
         return ConfigError([Problem(option, "", f"no such option{remark or see_help}")])
@@ -172,12 +177,14 @@ def _command_remark(path: str, word: str, commands: list[str], grouped: dict[str
     candidates = commands + list(grouped.values())
     if path == "rlctl":
         candidates += WORDS
-    for near in get_close_matches(word, candidates, n=1):
-        for full_name, command in grouped.items():
-            if command == near:
-                return f"did you mean rlctl {full_name}?"
-        return f"did you mean {near}?" if near in commands else WORDS[near]
-    return f"{path} has {', '.join(commands)}"
+    near_words = get_close_matches(word, candidates, n=1)
+    if not near_words:
+        return f"{path} has {', '.join(commands)}"
+    near = near_words[0]
+    for full_name, command in grouped.items():
+        if command == near:
+            return f"did you mean rlctl {full_name}?"
+    return f"did you mean {near}?" if near in commands else WORDS[near]
 
 
 def _training_remark(word: str) -> str:

@@ -42,16 +42,20 @@ def complete_arguments(ctx: typer.Context, incomplete: str) -> Offers:
     """Offer recipes, and keys with their values. bash passes `key=value` as three words, zsh and fish as one."""
     kind = {"grpo": "grpo", "sft": "sft", "eval": "grpo"}.get(str(ctx.info_name))
     arguments = [str(argument) for argument in ctx.params.get("arguments") or []]
+    # bash at `key=VAL`: `key` and `=` are finished words.
     if arguments[-1:] == ["="]:
         arguments.pop()
         key = arguments[-1] if arguments else ""
         return [(value, doc) for value, doc in _offer_values(key, kind) if value.startswith(incomplete)]
+    # bash at `key=`: click has replaced the unfinished word `=` by an empty one.
     if arguments and arguments[-1] in _fields_by_key(kind) and not incomplete:
         return _offer_values(arguments[-1], kind)
     key, equals, _ = incomplete.partition("=")
+    # zsh and fish at `key=VAL`.
     if equals:
         return [(f"{key}={value}", doc) for value, doc in _offer_values(key, kind)]
     offers: Offers = []
+    # A command takes one recipe: none is offered after another.
     if all("=" in argument for argument in arguments):
         offers += [(name, doc) for name, doc in complete_config(incomplete) if _may_be_of_kind(name, kind)]
     keys = [key for key in _fields_by_key(kind) if incomplete and key.startswith(incomplete)]

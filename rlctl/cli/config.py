@@ -69,7 +69,7 @@ def check(
     from rlctl.launch.prepare import RunRequest, prepare
 
     recipe, overrides = split_any(arguments, DEFAULT)
-    prepared = prepare(RunRequest(None, recipe, overrides), "checked", ShownProgress())
+    prepared = prepare(RunRequest(kind=None, recipe=recipe, overrides=overrides), "checked", ShownProgress())
     prepared.try_first_rows()
     prepared.try_users_code(rewards=rewards, environments=environments)
     note(prepared.notes)

@@ -104,12 +104,13 @@ def _yaml_text(value: object) -> str:
 def _resolved_values(root: ConfigNode) -> dict[str, object]:
     """Return dotted key -> value. Paths are resolved as a run does it, so that a run's config equals its recipe."""
     values: dict[str, object] = {}
-    folder = node_at(root, ["run", "dir"])
-    runs = Path(str(folder.value)) if folder and folder.value else None
+    runs_node = node_at(root, ["run", "dir"])
+    runs = Path(str(runs_node.value)) if runs_node and runs_node.value else None
     for key, node in leaves(root):
-        kind = _METADATA.get(schema_key(key), {}).get("path")
+        path_kind = _METADATA.get(schema_key(key), {}).get("path")
         values[key] = plain(node)
-        if kind and isinstance(node.value, str):
+        if path_kind and isinstance(node.value, str):
+            # A path that does not exist is compared as it is written.
             with suppress(FileNotFoundError):
-                values[key] = paths.resolve(node.value, kind, node.origin, runs)
+                values[key] = paths.resolve(node.value, path_kind, node.origin, runs)
     return values

@@ -45,9 +45,10 @@ def preview(
 
     recipe, overrides = split_any(arguments, DEFAULT)
     # run.name=null, because a preview starts nothing: it must also work if a run of the recipe's name exists.
-    request = RunRequest(None, recipe, [*overrides, "run.name=null"])
+    request = RunRequest(kind=None, recipe=recipe, overrides=[*overrides, "run.name=null"])
     prepared = prepare(request, "checked", ShownProgress())
     sft = prepared.settled.sft
+    # Samples are cut at the longest sequence. Without model.max_length it is a fact of the model.
     if sft and sft.longest_sequence is None:
         prepared.derive_facts()
     composed = prepared.composed

@@ -23,6 +23,7 @@ def show_dry_run(prepared: "PreparedRun", cluster: str = "") -> None:
     if prepared.demands:
         console().print(format_rows("demands on the cluster", prepared.demands))
     prepared.require_fit()
+    # The cluster of placement.nodes is only planned: there is no command to propose and no data to read.
     if prepared.demands is not None:
         return
     if not cluster:

@@ -175,11 +175,12 @@ def _parse_arguments(texts: list[str] | None) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for text in texts or []:
         key, equals, value = text.partition("=")
+        is_yaml = True
         try:
             arguments[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            equals = ""
-        if not equals or not key.isidentifier():
+            is_yaml = False
+        if not equals or not is_yaml or not key.isidentifier():
             raise ConfigError([Problem("--arg", "", f"must be KEY=VALUE with a YAML value, not {text}")])
     return arguments
 
@@ -239,6 +240,7 @@ def _show_script(episodes: "Sequence[ScriptedEpisode]", is_agent: bool) -> None:
 def _show_episode(number: int, episode: "ScriptedEpisode", is_agent: bool) -> None:
     from rlctl.dashboard.formats import count
 
+    # For an agent or a rollout function, `reset_s` is the time of its whole call.
     verb = "ran for" if is_agent else "reset in"
     if episode.samples:
         verb = "called for"

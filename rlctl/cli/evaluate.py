@@ -98,7 +98,13 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
     answers = find_answers(source, runs_folder(), step)
     remedy = f"rlctl eval --rescore {source} RECIPE"
     added_overrides = ["telemetry.trackers=[]", "run.name=null"]
-    composed = load_measured(recipe or str(answers.config), added_overrides, overrides, recipe is None, remedy)
+    composed = load_measured(
+        recipe or str(answers.config),
+        own_overrides=added_overrides,
+        overrides=overrides,
+        is_own=recipe is None,
+        remedy=remedy,
+    )
     with busy("scoring"):
         return [rescore(answers, composed, to, tell)]
 

@@ -66,6 +66,7 @@ def _placement_rows(plan: RunPlan) -> list[tuple[str, str]]:
         rows.append(("layout", str(plan.layout)))
     if plan.placement is None:
         return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
+    # A placement on this machine has one node, whose name is empty.
     if len(plan.placement.nodes) > 1 or plan.placement.nodes[0]:
         return rows + _node_rows(plan.placement)
     if plan.placement.device == "cpu":
@@ -153,6 +154,7 @@ def _memory_table(memory: Memory) -> Table:
     table = make_table(names(width=36), figures())
     for part, amounts in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
         for name, amount in amounts.items():
+            # On a CPU a name says by itself that the bytes are those of all engines.
             table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
     for name, amount in memory.host.items():
         table.add_row(f"host, a rank: {name}", size(amount))

@@ -108,18 +108,19 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     from rlctl.dashboard.view import LineView, LiveDashboard
     from rlctl.run.run_dir import RunDir
 
-    screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
+    is_live = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
     with suppress(KeyboardInterrupt), follow_run(run) as following:
         # Fetch first, because the local copy may end with records of an earlier attempt.
         refresh_run(run)
-        submitted = (run / "job.json").stat().st_mtime
-        view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, submitted)
+        submit_time = (run / "job.json").stat().st_mtime
+        view = LiveDashboard(RunDir(run), SafeConsole()) if is_live else LineView(RunDir(run), every, since=submit_time)
         with view:
             view.wait(following.is_lost)
         if following.lost:
             say(f"error: {following.lost}; the run may go on: rlctl runs dash {quote(run.name)}", err=True)
             return FAILED
     status = read_state(run).status
+    # Ctrl-C ended the watch before the run ended.
     if status not in _CODES:
         say(f"{run.name} runs on; {_next_commands(run)}", err=True)
     return _CODES.get(status, INTERRUPTED)
