@@ -48,8 +48,8 @@ class DistillationSection:
     beta: float = spec("Only with jensen_shannon: the teacher's share of the mixture.", gt=0, lt=1)
     num_top_tokens: int = spec("Only over top_k: the number of the teacher's likeliest tokens.", ge=1)
     rest: Literal["bin", "renormalized"] = spec(
-        "Only over top_k: the mass of all other tokens is one more token (bin), or the others are scaled to a sum of 1 "
-        "(renormalized)."
+        "Only over top_k: the mass of all other tokens is one more token (bin), or it is left out, and the known "
+        "tokens are scaled to a sum of 1 (renormalized)."
     )
     log_ratio_floor: float = spec(
         "Only over sampled: log(teacher / policy) of a token counts as at least this. The gradient keeps its sign "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.launch.session import Session
 from rlctl.preflight.backend import layout_of
+from rlctl.preflight.roles import TEACHER
 from rlctl.preflight.settled import Settled
 
 if TYPE_CHECKING:
@@ -30,9 +31,14 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     pack = settled.trainer.micro_batch_tokens
     length = min(_SEQUENCE_TOKENS, settled.longest_sequence or _SEQUENCE_TOKENS, pack)
     count = pack // length * layout_of(settled.trainer).data
+    term = None
     policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
     roles = policy + settled.frozen_roles
+    if settled.grpo and settled.trainer.teacher:
+        # The teacher's pass is part of each update.
+        term = settled.grpo.config.grpo.loss.distillation
+        roles = tuple(role for role in roles if role != TEACHER)
     with session.starting("warm-up"):
         # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         for warm_up_length in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, warm_up_length, NllLoss(), roles)
+            trainer.warm_up(count, warm_up_length, NllLoss(term), roles)

@@ -33,6 +33,12 @@ def vocabulary_problem(policy: Path, other: Path, rows: int | None) -> str | Non
     return None
 
 
+def count_tokens(folder: Path) -> int | None:
+    """Return 1 + the largest id of a folder's tokenizer; None without a tokenizer.json."""
+    ids = _token_ids(folder)
+    return None if ids is None else max(ids.values(), default=-1) + 1
+
+
 def _token_ids(folder: Path) -> dict[str, int] | None:
     """Return token -> id of a folder's tokenizer.json; None if there is no such file."""
     file = folder / _FILE

@@ -84,6 +84,8 @@ class Backend(ABC):
     trains_adapters = False
     # True if ranks hold further models besides the policy (place resident).
     holds_residents = False
+    # True if ranks compute divergences from a teacher's hidden states (grpo.loss.distillation.over).
+    measures_divergences = False
     # True if a backward pass allocates the gradients, and an update frees them.
     frees_gradients = False
 

@@ -5,11 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlctl.config.errors import BrokenValueError, ModelError
+from rlctl.config.role_schema import DistillationSection
 from rlctl.config.run_weights import chat_folder, is_adapter, local_adapter, local_folder
 from rlctl.config.schema import RunConfig
 from rlctl.models.adapter_folder import read_config
 from rlctl.models.model_sizes import check_config, config_file, sizes_of
-from rlctl.models.vocabulary import vocabulary_problem
+from rlctl.models.vocabulary import count_tokens, vocabulary_problem
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations, backend_of
 from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, named_columns
@@ -72,11 +73,30 @@ def _check_teachers(settled: SettledGrpo) -> Violations:
     if term is not None and not has_teacher:
         yield Violation(_TERM, "needs a teacher: set teacher.path, or null", ("teacher",))
     if term is not None and term.over != "sampled":
-        yield Violation(f"{_TERM}.over", f"must be sampled, not {term.over}: this version computes no other divergence")
+        yield from _check_divergence(settled, term)
     named = {*named_columns(config.grpo.loss), *named_columns(config.grpo.advantage)}
     if has_teacher and term is None and TEACHER_LOG_PROB.name not in named:
         key = "teachers" if config.teachers else "teacher"
         yield Violation(key, f"nothing reads it: set {_TERM}={{}}, or null", (_TERM,))
+
+
+def _check_divergence(settled: SettledGrpo, term: DistillationSection) -> Violations:
+    """Find runs whose ranks cannot compute a divergence over more than the sampled token."""
+    config = settled.config
+    key = f"{_TERM}.over"
+    if not backend_of(config.trainer).measures_divergences:
+        message = f"must be sampled with trainer.backend={config.trainer.backend}, which computes no other divergence"
+        yield Violation(key, message, ("trainer.backend",))
+    if config.teachers:
+        yield Violation(key, f"must be sampled with teachers: {term.over} is for one teacher", ("teachers",))
+    if config.teacher is not None and config.teacher.place == "engines":
+        message = "must be auto, swapped or resident: a divergence needs the teacher's hidden states in the ranks"
+        yield Violation("teacher.place", message, (key,))
+    policy = _policy_tokenizer(settled)
+    tokens = count_tokens(policy) if policy else None
+    if term.over == "top_k" and tokens and term.num_top_tokens >= tokens:
+        message = f"must be below {tokens}, the tokens of the tokenizer, not {term.num_top_tokens}; or over=vocabulary"
+        yield Violation(f"{_TERM}.num_top_tokens", message, (key,))
 
 
 def _check_place(settled: SettledGrpo, role: WrittenRole) -> Violations:
@@ -133,10 +153,15 @@ def _check_model(settled: SettledGrpo, role: WrittenRole) -> Violations:
         yield Violation(key, str(error))
 
 
+def _policy_tokenizer(settled: SettledGrpo) -> Path | None:
+    """Return the folder of the policy's tokenizer; None if it is not on this machine."""
+    model = settled.config.model
+    return local_folder(model.tokenizer or chat_folder(model.path))
+
+
 def role_vocabulary_problem(settled: SettledGrpo, role: WrittenRole) -> str | None:
     """Return why a role's model cannot score the policy's tokens; None if it can, or a tokenizer is not here."""
-    model = settled.config.model
-    policy = local_folder(model.tokenizer or chat_folder(model.path))
+    policy = _policy_tokenizer(settled)
     file = config_file(role.path or role.lora or "")
     if policy is None or file is None:
         return None

@@ -18,7 +18,7 @@ from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import engine_bytes, placed_states, refit_bytes, token_bytes, trainer_bytes
-from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, GenerationSettings, TeacherUse, TrainerSettings
 
 GIB = 1 << 30
 # Share of a device that a forecast may fill. Measured peaks were 80 to 95% of their forecasts (bench/README.md).
@@ -79,6 +79,8 @@ class Basis:
     ranks_by_node: tuple[int, ...]
     # Config by which the engines sample, and the dtype of their weights; None: only trainer keys are chosen.
     engines: "tuple[GrpoConfig, Dtype] | None"
+    # Teacher of a divergence that an update computes; None for no such divergence.
+    teacher: TeacherUse | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def choose(basis: Basis) -> Chosen:
     """Return settings with a value for each `auto`. Other values of the config stay."""
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
-    trainer.values |= {"adapters": basis.adapters, "update_tokens": basis.update_tokens}
+    trainer.values |= {"adapters": basis.adapters, "update_tokens": basis.update_tokens, "teacher": basis.teacher}
     if basis.facts and basis.facts.one_sequence_a_row:
         trainer.values["row_tokens"] = basis.longest_sequence or 0
     engines = None

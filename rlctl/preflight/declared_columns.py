@@ -47,6 +47,8 @@ class HeldRole:
     rank_bytes: int
     # True if they are on the device while its log-probs are computed, besides the policy's.
     is_resident: bool
+    # Phase of its passes: train for a divergence that an update computes.
+    phase: Literal["log_probs", "train"] = "log_probs"
 
 
 @dataclass(frozen=True)

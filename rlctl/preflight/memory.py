@@ -1,10 +1,8 @@
 """Forecast of a run's memory in bytes per device, from the model's sizes. Pure.
 
 `placed_states` counts weights, gradients and optimizer state. The count is exact for FSDP (float32, sharded over the
-ranks); for Megatron-core it assumes equal pipeline stages. Activations are an estimate after Korthikanti et al. (arXiv
-2205.05198, section 4): bytes per token that a layer keeps for its backward pass, tensor by tensor, with a gated MLP and
-without stored attention scores. On GPUs the weights of other roles, such as the reference, are in host memory. For a
-forward pass they replace the policy's, or are on the device besides them.
+ranks); for Megatron-core it assumes equal pipeline stages. On GPUs the weights of other roles, such as the reference,
+are in host memory. For a forward pass they replace the policy's, or are on the device besides them.
 """
 
 from collections.abc import Iterable
@@ -14,8 +12,10 @@ from typing import Literal
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
+from rlctl.preflight.activation_memory import kept_bytes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.declared_columns import HeldRole, Role
+from rlctl.preflight.divergence_memory import divergence_bytes
 from rlctl.preflight.machine import Device
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 
@@ -142,7 +142,6 @@ def placed_states(
     table = residency(trainer, shared)
     state_bytes = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
     held_roles = list(frozen)
-    largest = max((role for role in held_roles if role.is_resident), key=lambda role: role.rank_bytes, default=None)
     placed_by_phase: dict[Phase, dict[State | Role, PlacedState]] = {}
     for phase in phases:
         placed: dict[State | Role, PlacedState] = {}
@@ -150,8 +149,10 @@ def placed_states(
             placed[state] = _place_state(table[phase][state], state_bytes[state], device == "cpu")
         for role in held_roles:
             placed[role.name] = PlacedState("host", device=0, host=role.rank_bytes)
-        if phase == "log_probs" and device == "cuda" and largest:
-            placed[largest.name] = PlacedState("device", largest.rank_bytes, largest.rank_bytes)
+        residents = [role for role in held_roles if role.is_resident and phase == role.phase]
+        if residents and device == "cuda":
+            largest = max(residents, key=lambda role: role.rank_bytes)
+            placed[largest.name] = PlacedState("device", device=largest.rank_bytes, host=largest.rank_bytes)
         placed_by_phase[phase] = placed
     return placed_by_phase
 
@@ -165,46 +166,6 @@ def _place_state(place: Place, state_bytes: StateBytes, cpu: bool) -> PlacedStat
         return PlacedState("host", device=0, host=state_bytes.device)
     # State that the host updates may have a part on the device. That part stays there.
     return PlacedState(place, device=state_bytes.device, host=state_bytes.host)
-
-
-def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
-    """Return the bytes of the activations that one rank keeps for the backward pass of `tokens` tokens.
-
-    size: bytes of a number in the compute dtype. residual: bytes of a number in the residual stream.
-
-    A layer keeps the inputs and outputs of its two norms, q, k and v (twice if q and k have norms), the attention's
-    output, and in the MLP: gate, up, their activation and product. A mixture of experts also keeps the inputs of all
-    chosen experts. With checkpointing every layer keeps its input, and one layer keeps everything. Inputs of layers and
-    norms have the residual's dtype.
-    """
-    hidden = sizes.hidden
-    queries = sizes.heads * sizes.head_dim
-    keys = sizes.kv_heads * sizes.head_dim
-    width = sizes.mlp_width
-    # Each chosen expert has its own copy of the token's input.
-    copies = sizes.experts_per_token * hidden if sizes.experts else 0
-    normed = queries + keys if sizes.qk_norm else 0
-    layer_bytes = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width + copies) * size
-    if checkpointing:
-        return tokens * (sizes.layers * hidden * residual + layer_bytes)
-    return tokens * sizes.layers * layer_bytes
-
-
-def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual: int) -> int:
-    """Return the bytes of activations that one micro-batch keeps. size, residual: see `activation_bytes`.
-
-    For padded rows the bytes were measured (`ModelSizes.row_bytes`). They include attention scores, quadratic in a
-    row's length, if transformers' attention keeps them.
-    """
-    tokens = trainer.micro_batch_tokens
-    checkpointing = trainer.activation_checkpointing
-    row_bytes = next((recorded for recorded in sizes.row_bytes if recorded.dtype == trainer.dtype), None)
-    if row_bytes is None or trainer.row_tokens is None:
-        return activation_bytes(sizes, tokens, size, residual, checkpointing)
-    all_layers = tokens * (row_bytes.token + row_bytes.pair * min(tokens, trainer.row_tokens))
-    if checkpointing:
-        return tokens * sizes.layers * sizes.hidden * residual + all_layers // sizes.layers
-    return all_layers
 
 
 def trainer_bytes(
@@ -236,6 +197,8 @@ def trainer_bytes(
     # Gradient of the output layer: a float32 sum over the chunks, and one chunk's product in the compute dtype.
     output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shards.tensor
     items["output's gradient"] = output_gradient
+    if trainer.teacher:
+        items |= divergence_bytes(trainer, trainer.teacher, sizes, device)
     if trainer.one_micro_batch and backend.frees_gradients:
         # The only logits are freed before layers' gradients are allocated. Only gradients above their size add to a
         # peak.

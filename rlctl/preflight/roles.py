@@ -22,7 +22,7 @@ from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.backend import FLOAT32, backend_of
 from rlctl.preflight.declared_columns import HeldRole, Role, RolePlace, read_columns, roles_by_column
 from rlctl.preflight.machine import Device
-from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, TrainerSettings
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, TeacherUse, TrainerSettings
 
 REFERENCE: Role = "reference"
 TEACHER: Role = "teacher"
@@ -151,12 +151,20 @@ class Room:
 
 
 def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
-    """Return the roles besides the policy whose log-probs a loss or an advantage reads; each of several teachers."""
+    """Return the roles besides the policy that a loss or an advantage reads; each of several teachers."""
     roles: list[Role] = []
+    if reads_divergence(config):
+        roles.append(TEACHER)
     for role in dict.fromkeys(roles_by_column(read_columns(config)).values()):
         if role != "policy":
             roles += models_of(config, role)
-    return tuple(roles)
+    return tuple(dict.fromkeys(roles))
+
+
+def reads_divergence(config: GrpoConfig) -> bool:
+    """Return True if the loss reads a divergence from the teacher over more than the sampled token."""
+    term = config.grpo.loss.distillation
+    return term is not None and term.over != "sampled"
 
 
 def place_roles(
@@ -178,6 +186,8 @@ def _place_role(
     role: WrittenRole, facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings, room: Room
 ) -> PlacedRole:
     """Return the role with its place: the written one, else the faster of the two that fit."""
+    if trainer.teacher and role.name == TEACHER:
+        return _place_distilled(trainer.teacher, facts, policy, trainer, room.device)
     if facts.is_first and role.place != "resident":
         return _place_first(role, policy, trainer, room.device)
     size = DTYPE_BYTES[trainer.dtype]
@@ -215,6 +225,23 @@ def _place_role(
         f"takes {_gib(role_bytes)} of each device beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
     )
     return replace(resident, problem=f"{problem}: {remedy}")
+
+
+def _place_distilled(
+    teacher: TeacherUse, facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings, device: Device
+) -> PlacedRole:
+    """Return the place of the teacher from which an update computes a divergence. The forecast counts its memory."""
+    rank_bytes = backend_of(trainer).shard_counts(trainer).rank_parameters(teacher.sizes) * DTYPE_BYTES[trainer.dtype]
+    if facts.is_adapter and trainer.adapters:
+        shards = backend_of(trainer).shard_counts(trainer)
+        rank_bytes = -(-trainer.adapters.parameters // shards.weights) * DTYPE_BYTES[trainer.dtype]
+    if teacher.is_resident:
+        reason = f"its pass precedes each micro-batch's loss: {_gib(rank_bytes)} of each device in an update"
+        return PlacedRole(TEACHER, "resident", reason, HeldRole(TEACHER, rank_bytes, is_resident=True, phase="train"))
+    swap_s = (2 * _live_bytes(facts, policy, trainer) + rank_bytes) / _LINK_RATES[device]
+    side_bytes = teacher.update_tokens * teacher.token_bytes
+    reason = f"{swap_s:.2g} s of copies an update, and up to {_gib(side_bytes)} of its states wait for the losses"
+    return PlacedRole(TEACHER, "swapped", reason, HeldRole(TEACHER, rank_bytes, is_resident=False))
 
 
 def _place_first(role: WrittenRole, policy: ModelSizes, trainer: TrainerSettings, device: Device) -> PlacedRole:

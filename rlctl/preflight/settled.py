@@ -29,6 +29,7 @@ from rlctl.preflight.derived import NotKnownError, derived
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.memory import PHASES, Phase, placed_states
 from rlctl.preflight.roles import PlacedRole, RoleFacts, Room, place_roles, read_roles, role_choices
+from rlctl.preflight.teacher_choice import choose_with_teacher
 from rlctl.preflight.trainer_settings import Choice, Dtype, GenerationSettings, TrainerSettings
 
 
@@ -139,7 +140,7 @@ class Settled:
 
     @derived
     def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy whose log-probs the loss or the advantage reads."""
+        """Roles besides the policy that the loss or the advantage reads."""
         return ()
 
     @derived
@@ -193,8 +194,7 @@ class Settled:
         """Return the number of CPU threads per rank for `ranks` ranks and `engines` engines on a machine with `cores`
         cores.
 
-        In an asynchronous run each engine keeps one core. On two cores with one engine, a step of the tiny asynchronous
-        run took 0.63 s with two threads and 0.57 s with one.
+        In an asynchronous run each engine keeps one core. A step of the tiny one took 0.57 s so on two cores, not 0.63.
         """
         sampling_engines = engines if self.grpo and self.grpo.config.async_.enabled else 0
         return self.config.trainer.threads or max(1, (cores - sampling_engines) // ranks)
@@ -232,8 +232,9 @@ class SettledGrpo(Settled):
 
     @derived
     def _chosen_values(self) -> Chosen:
-        trainer = self.run.trainer if self.run else self.config.trainer
-        return choose(self._basis(trainer, (self.config, self.generation_dtype)))
+        section = self.run.trainer if self.run else self.config.trainer
+        basis = self._basis(section, (self.config, self.generation_dtype))
+        return choose_with_teacher(basis, self.config, self.role_facts)
 
     @derived
     def generation_dtype(self) -> Dtype:
@@ -292,7 +293,7 @@ class SettledGrpo(Settled):
 
     @derived
     def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy whose log-probs the loss or the advantage reads; each of several teachers."""
+        """Roles besides the policy that the loss or the advantage reads; each of several teachers."""
         return read_roles(self.config)
 
     @derived

@@ -9,6 +9,7 @@ from rlctl.config.fields import spec
 from rlctl.config.grpo_schema import GenerationSection
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
+from rlctl.models.facts import ModelSizes
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -23,6 +24,20 @@ class Choice:
     value: bool | int | float | str
     # Reason as text for the user.
     why: str
+
+
+@dataclass(frozen=True)
+class TeacherUse:
+    """Teacher from which the ranks compute a divergence in an update, see `grpo.loss.distillation.over`."""
+
+    sizes: ModelSizes
+    # True if it is resident: its pass precedes the loss of each micro-batch. False if it is swapped: its weights
+    # replace the policy's for a pass over the whole share of an update.
+    is_resident: bool
+    # Bytes that a token's side keeps from the teacher's pass to the loss.
+    token_bytes: int
+    # Tokens of a rank's share of an update, at most.
+    update_tokens: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,8 @@ class TrainerSettings(TrainerSection):
     update_tokens: int | None = None
     # Adapters that are trained in place of the weights; None: all weights are trained.
     adapters: AdapterSpec | None = None
+    # Teacher of a divergence that an update computes; None for no such divergence.
+    teacher: TeacherUse | None = None
 
     @property
     def is_padded(self) -> bool:

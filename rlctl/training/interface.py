@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlctl.config.role_schema import DistillationSection
 from rlctl.training.micro_batching import TrainingSample
 
 MicroBatch = list[TrainingSample]
@@ -39,6 +40,8 @@ class LossNeeds:
     columns: frozenset[str] = frozenset()
     # True if all rows of a rollout must be in one micro-batch.
     whole_rollouts: bool = False
+    # Term whose divergence from the teacher the trainer computes at each masked token; None for no divergence.
+    divergence: DistillationSection | None = None
 
 
 @dataclass
@@ -64,6 +67,9 @@ class TokenBatch:
     rollout: Tensor
     # R.
     num_rollouts: int
+    # float32 [T], with gradient: divergence of `LossNeeds.divergence` at each token, nats, 0 where the mask is false.
+    # None without that need.
+    divergence: Tensor | None = None
 
 
 @dataclass

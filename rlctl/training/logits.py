@@ -31,6 +31,11 @@ class OutputHead:
         bias = None if self.bias is None else self.bias[:columns]
         return OutputHead(self.weight[:columns], bias, self.transform)
 
+    def copy(self) -> "OutputHead":
+        """Return the same head, without gradients, in memory of its own."""
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return OutputHead(self.weight.detach().clone(), bias, self.transform)
+
     def tempering(self, temperature: float) -> Tempering:
         """Return the steps from the product to the tempered logits."""
         return temperature, self.transform.scale, self.transform.softcap

@@ -85,8 +85,11 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
     )
 
 
-def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatch:
-    """Return the input of a loss for a pack. log_probs, entropy: float32 [T], the policy's at each token."""
+def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor, divergence: Tensor | None = None) -> TokenBatch:
+    """Return the input of a loss for a pack. log_probs, entropy: float32 [T], the policy's at each token.
+
+    divergence: float32 [T], from the teacher; None if the loss needs none.
+    """
     return TokenBatch(
         log_probs=log_probs,
         entropy=entropy,
@@ -96,6 +99,7 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
         num_sequences=len(packed.lengths),
         rollout=packed.rollout,
         num_rollouts=packed.num_rollouts,
+        divergence=divergence,
     )
 
 

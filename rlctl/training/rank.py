@@ -114,8 +114,6 @@ class TrainerRank(ABC):
         role: the model whose weights are used. The first call for a role other than the policy loads its weights.
         Nothing keeps a gradient, and no state changes. Raises ValueError for a role that `TrainerSpec.roles` lacks.
         """
-        if role != "policy" and role not in self._spec.roles:
-            raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._spec.roles))}")
         with self._weights_of(role), torch.no_grad():
             self._state.enter("log_probs")
             return self._log_probs(micro_batches, role)

@@ -39,7 +39,9 @@ class SwappedRoles:
         self._frozen: dict[Role, FrozenWeights] = {}
 
     def in_place(self, role: Role) -> AbstractContextManager[None]:
-        """Put the weights of `role` in place of the live ones for a block."""
+        """Put the weights of `role` in place of the live ones for a block. Raises ValueError for an unknown role."""
+        if role not in self._models:
+            raise ValueError(f"the trainer has no {role}: its roles are {', '.join(('policy', *self._models))}")
         folder = self._models[role].folder
         if folder == self._base:
             return without_adapters(self._lm)

@@ -56,7 +56,8 @@ Mean = Literal["tokens", "rollouts"] | float
 class PolicyTokens:
     """The T tokens of one micro-batch, for a policy loss. Every property is [T], and 0 at unmasked tokens.
 
-    Only `log_prob` and `ratio` have a gradient. Reading a column that the loss does not name raises KeyError.
+    Only `log_prob`, `ratio` and `divergence` have a gradient. Reading a column that the loss does not name raises
+    KeyError.
     """
 
     batch: TokenBatch
@@ -100,6 +101,13 @@ class PolicyTokens:
     def teacher_log_prob(self) -> Tensor:
         """log of the probability under the teacher."""
         return self.column("teacher_log_prob")
+
+    @cached_property
+    def divergence(self) -> Tensor:
+        """Divergence from the teacher, with gradient, for a loss that needs it (`LossNeeds.divergence`)."""
+        if self.batch.divergence is None:
+            raise KeyError("divergence")
+        return self.batch.divergence.where(self.mask, 0)
 
     @cached_property
     def ratio(self) -> Tensor:
@@ -158,7 +166,8 @@ class PolicyLoss(ABC):
       out, as in each of these papers.
     - teacher: w r k3, as kl with the teacher in place of the reference, and log(teacher / pi) at least
       `distillation.log_ratio_floor` (`terms.teacher_kl`). The gradient is that of KL(pi || teacher) of a token, also
-      where mu is stale: on-policy distillation (Agarwal et al. 2024, arXiv 2306.13649).
+      where mu is stale: on-policy distillation (Agarwal et al. 2024, arXiv 2306.13649). Over the vocabulary or the
+      teacher's top k: the divergence itself, which needs no weight, since it sums over what mu could have sampled.
     - entropy: of the policy at that token (A3C, arXiv 1602.01783).
     - a token a steps old is held to bounds that are tighter by age_decay^a: the distance from 1 of the ratio's bounds,
       importance_cap - 1.
@@ -221,10 +230,13 @@ class PolicyLoss(ABC):
             columns.add(PROXIMAL_LOG_PROB.name)
         if self.kl_coef > 0:
             columns.add(REFERENCE_LOG_PROB.name)
-        if self.distillation:
+        divergence = None
+        if self.distillation and self.distillation.over == "sampled":
             columns.add(TEACHER_LOG_PROB.name)
+        else:
+            divergence = self.distillation
         whole_rollouts = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
-        return LossNeeds(frozenset(columns), whole_rollouts)
+        return LossNeeds(frozenset(columns), whole_rollouts, divergence)
 
     @abstractmethod
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
@@ -289,9 +301,11 @@ class PolicyLoss(ABC):
             "loss/entropy": entropy.where(tokens.mask, 0),
         }
         carried = tokens.ratio if weight is None else weight * tokens.ratio
-        if self.distillation:
+        if self.distillation and self.distillation.over == "sampled":
             log_ratio = tokens.teacher_log_prob - tokens.log_prob
             terms["loss/teacher"] = carried * teacher_kl(log_ratio, self.distillation.log_ratio_floor)
+        elif self.distillation:
+            terms["loss/teacher"] = tokens.divergence
         if self.kl_coef:
             estimate = kl_estimate(tokens.reference_log_prob - tokens.log_prob, self.kl_estimator)
             terms["loss/kl"] = kl_term(carried, estimate, self.kl_max)

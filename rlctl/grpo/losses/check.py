@@ -38,9 +38,10 @@ _SPLIT_SHAPES = [[[2, 2], [3]], [[3, 2], [4], [2, 6, 3]]]
 class MadeUpRow:
     """One made-up row of T tokens. Floats are float64."""
 
-    # [T] each, leaf tensors with gradient.
+    # [T] each, leaf tensors with gradient. The divergence is of a loss that needs one.
     log_probs: Tensor
     entropy: Tensor
+    divergence: Tensor
     # bool [T]: true at the tokens to train on.
     mask: Tensor
     # Name -> [T].
@@ -68,6 +69,8 @@ class Outcome:
     # For each row two tensors [T]: the gradients with respect to its log-probs and to its entropy, divided by the
     # normalizer.
     gradients: list[Tensor]
+    # For each row the gradient with respect to its divergence from a teacher, [T], divided by the normalizer.
+    divergence_gradients: list[Tensor]
     # Metrics by name: means and maxima over the update.
     means: dict[str, float]
     maxima: dict[str, float]
@@ -96,7 +99,16 @@ def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.
             mask[0] = False
             policy = base + normal(size, spread)
             entropy = normal(size, 1.0).abs()
-            rows.append(MadeUpRow(policy.requires_grad_(), entropy.requires_grad_(), mask, values, rollout))
+            divergence = (policy - values[ROLLOUT_LOG_PROB.name]).square()
+            row = MadeUpRow(
+                log_probs=policy.requires_grad_(),
+                entropy=entropy.requires_grad_(),
+                divergence=divergence.requires_grad_(),
+                mask=mask,
+                columns=values,
+                rollout=rollout,
+            )
+            rows.append(row)
     return rows
 
 
@@ -114,6 +126,7 @@ def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
         num_sequences=len(rows),
         rollout=rollouts[sequence],
         num_rollouts=int(rollouts.max()) + 1,
+        divergence=torch.cat([row.divergence for row in rows]),
     )
 
 
@@ -128,9 +141,17 @@ def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows
     divisor = loss.normalizer(totals_of(rows)) or 1
     total = torch.stack([output.loss for output in outputs]).sum() / divisor
     leaves = list(chain.from_iterable((row.log_probs, row.entropy) for row in rows))
-    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    num_leaves = len(leaves)
+    leaves += [row.divergence for row in rows]
+    gradients = list(torch.autograd.grad(total, leaves, materialize_grads=True))
     maxima = {name: max(output.maxima[name].item() for output in outputs) for name in outputs[0].maxima}
-    return Outcome(total.item(), list(gradients), read_means(outputs), maxima)
+    return Outcome(
+        loss=total.item(),
+        gradients=gradients[:num_leaves],
+        divergence_gradients=gradients[num_leaves:],
+        means=read_means(outputs),
+        maxima=maxima,
+    )
 
 
 def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
@@ -148,7 +169,8 @@ def difference(first: Outcome, second: Outcome) -> str | None:
     """Return a text on the first difference between two outcomes, with numbers; None if only rounding differs."""
     if not _is_close(first.loss, second.loss):
         return f"the loss is {first.loss:.6g} and {second.loss:.6g}"
-    for first_gradient, second_gradient in zip(first.gradients, second.gradients):
+    first_gradients = first.gradients + first.divergence_gradients
+    for first_gradient, second_gradient in zip(first_gradients, second.gradients + second.divergence_gradients):
         distance = (first_gradient - second_gradient).abs()
         if not bool((distance <= _TOLERANCE * (1 + first_gradient.abs())).all()):
             worst = int(distance.nan_to_num(math.inf).argmax())
@@ -218,12 +240,12 @@ def _policy(loss: PolicyLoss) -> str | None:
 def _sign(loss: PolicyLoss) -> str | None:
     """Return the problem if a gradient step lowers the log-prob of a rollout with advantage 1, or raises it for -1.
 
-    The rollouts are on-policy, and the KL and entropy terms are off.
+    The rollouts are on-policy, and the KL, teacher's and entropy terms are off.
     """
     rows = made_up_rows(0, [[6], [6]], spread=0.0)
     for row, advantage in zip(rows, (1.0, -1.0)):
         row.columns |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
-    gradients = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows).gradients
+    gradients = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0, distillation=None), [rows], rows).gradients
     # Each row has two gradients, for log-probs and for entropy. Index 0 and 2 are those for log-probs.
     rise_of_good = -gradients[0].sum().item()
     rise_of_bad = -gradients[2].sum().item()
@@ -319,7 +341,14 @@ def one_token(policy: float, sampler: float, advantage: float) -> MadeUpRow:
     values = dict.fromkeys(_LOG_PROBS, column)
     values |= {"advantage": torch.full_like(column, advantage), "age": torch.zeros_like(column)}
     log_prob = torch.full_like(column, policy).requires_grad_()
-    return MadeUpRow(log_prob, torch.ones_like(column).requires_grad_(), torch.ones(1, dtype=torch.bool), values, 0)
+    return MadeUpRow(
+        log_probs=log_prob,
+        entropy=torch.ones_like(column).requires_grad_(),
+        divergence=torch.ones_like(column).requires_grad_(),
+        mask=torch.ones(1, dtype=torch.bool),
+        columns=values,
+        rollout=0,
+    )
 
 
 def _pickle(loss: PolicyLoss) -> str | None:

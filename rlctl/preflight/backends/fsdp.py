@@ -20,6 +20,7 @@ class FsdpBackend(Backend):
     has_layouts = False
     trains_adapters = True
     holds_residents = True
+    measures_divergences = True
     frees_gradients = True
 
     def layout(self, trainer: TrainerSection) -> Layout:

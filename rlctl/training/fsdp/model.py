@@ -5,7 +5,7 @@ safetensors one layer at a time, so that no rank ever holds the whole model. A s
 compute with copies of the weights in the compute dtype (`compute_in`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -26,6 +26,7 @@ from rlctl.models.grouped_experts import check_grouped
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.parameter_table import ParameterTable
 from rlctl.preflight.trainer_settings import TrainerSettings
+from rlctl.training.logits import OutputHead
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.lora import FirstAdapters, add_adapters
 from rlctl.training.micro_batching import TrainingSample
@@ -33,6 +34,8 @@ from rlctl.training.packing import Packed, compile_for_packs, pack
 
 # Parameters and buffers by name.
 Named = Mapping[str, Tensor]
+# Function of hidden states [N, hidden] and of the head, whose weight is whole.
+ReadHidden = Callable[[Tensor, OutputHead], Any]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -55,23 +58,28 @@ class FsdpPolicy(nn.Module):
         # Compute dtype, to which the head's input is cast.
         self.dtype = dtype
 
-    def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: Packed, rows: Tensor, read: ReadHidden | None = None) -> Any:
         """Return the log-probs of the tokens at `rows`, and the entropy of the policy there, float32 [N] each.
 
-        Both are at the sampling temperature. rows: int64 [N], rows of the pack without first tokens of sequences.
+        Both are at the sampling temperature. rows: int64 [N], rows of the pack without first tokens of sequences. read:
+        return its result in their place, for the head and the hidden states [N, hidden] that predict the tokens.
         """
         # Some models (mamba) have a float32 residual. transformers casts it to the head's dtype too.
         hidden = self._hidden_states(packed, rows - 1).to(self.dtype)
-        targets = packed.tokens[rows]
-        head = self.lm.get_submodule(self.facts.head)
+        layer = self.lm.get_submodule(self.facts.head)
+        head = OutputHead(layer.weight, getattr(layer, "bias", None), self.facts.kinds.logits)
+        return read(hidden, head) if read else self.read_log_probs(hidden, head, packed.tokens[rows])
+
+    def read_log_probs(self, hidden: Tensor, head: OutputHead, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-prob and entropy of the targets, float32 [N] each. targets: int64 [N]."""
         return chunked_log_probs(
             hidden,
             head.weight,
             targets,
             self.temperature,
             self.section.logprob_chunk_tokens,
-            bias=getattr(head, "bias", None),
-            transform=self.facts.kinds.logits,
+            bias=head.bias,
+            transform=head.transform,
             compiled=self.compiled,
             kept_rows=self.section.logprob_kept_tokens,
         )

@@ -1,8 +1,9 @@
 """One rank of the FSDP2 trainer, on CPU (gloo) or GPU (NCCL)."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,17 @@ from rlctl.models.meta_model import text_in_whole
 from rlctl.models.weight_headers import digest_of_weights
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.memory import residency
+from rlctl.preflight.roles import TEACHER
 from rlctl.refit.weight_source import Shard
 from rlctl.training.fsdp.float32_pass import in_float32
-from rlctl.training.fsdp.mesh import add_over_replicas, make_meshes, shard_start
+from rlctl.training.fsdp.mesh import add_over_replicas, make_meshes
 from rlctl.training.fsdp.model import Named, build_policy, check_restarts, free_gathered, local, read_shards
 from rlctl.training.fsdp.optimizer import MOMENTS, make_optimizer
+from rlctl.training.fsdp.rank_shards import RankShards
 from rlctl.training.fsdp.resident import build_residents
+from rlctl.training.fsdp.teacher_pass import TeacherPass
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
+from rlctl.training.logits import OutputHead
 from rlctl.training.lora import AdapterJob, Base, FirstAdapters
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
@@ -31,6 +36,7 @@ from rlctl.training.rank import TrainerRank
 from rlctl.training.rank_checkpoint import ExportJob, Shards, TensorShard
 from rlctl.training.sharded_checkpoint import load_shards
 from rlctl.training.spec import TrainerSpec
+from rlctl.training.teacher_side import DivergenceTerm, TeacherSide
 from rlctl.training.update import MetricAccumulator, clipping, divide_and_clip, gradient_norm
 
 
@@ -100,7 +106,19 @@ class FsdpTrainer(TrainerRank):
         moments = [local(state[key]) for state in self._optimizer.state.values() for key in MOMENTS]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
         self._state = OffloadManager(table, {"optimizer": moments})
+        self._rank_shards = RankShards(
+            sent_tensors=self._sent_tensors,
+            parameters=self._parameters,
+            optimizer=self._optimizer,
+            state=self._state,
+            table=self._table,
+            mesh=self._mesh,
+            replicas=self._replicas,
+            is_first=spec.rank == 0,
+        )
         self._residents = build_residents(spec, self._device, self._dtype, self._mesh)
+        weights = partial(self._weights_of, TEACHER)
+        self._teacher = TeacherPass(self._policy, self._residents.get(TEACHER), weights=weights, spec=spec)
         # Engines start meanwhile, or measure the free memory before the first step.
         self.rest()
 
@@ -159,23 +177,35 @@ class FsdpTrainer(TrainerRank):
     def _run_passes(
         self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
     ) -> None:
-        for micro_batch in micro_batches:
-            packed = pack(micro_batch, self._device)
-            rows = packed.mask.nonzero()[:, 0]
-            log_probs, entropy = self._policy(packed, rows)
-            if micro_batch:
-                zeros = torch.zeros(len(packed.tokens), device=self._device)
-                all_log_probs = zeros.index_copy(0, rows, log_probs)
-                all_entropy = zeros.index_copy(0, rows, entropy)
-                output = loss(token_batch(packed, all_log_probs, all_entropy))
-            else:
-                # 0 with a gradient, so that the collectives of the backward pass still run.
-                output = LossOutput(log_probs.sum() + entropy.sum())
-            if backward:
-                output.loss.backward()  # type: ignore[no-untyped-call]
-            metrics.add(output)
+        term = self._teacher.find_term(loss)
+        with closing(self._teacher.run(micro_batches, term)) as teacher_sides:
+            for teacher_side, micro_batch in zip(teacher_sides, micro_batches):
+                output = self._run_forward(micro_batch, loss, term, teacher_side)
+                if backward:
+                    output.loss.backward()  # type: ignore[no-untyped-call]
+                metrics.add(output)
         if not backward:
             free_gathered(self._policy)
+
+    def _run_forward(
+        self, micro_batch: MicroBatch, loss: Loss, term: DivergenceTerm | None, teacher_side: TeacherSide | None
+    ) -> LossOutput:
+        """Pass a micro-batch forwards. teacher_side: the teacher's at the same tokens; None without a term."""
+        packed = pack(micro_batch, self._device)
+        rows = packed.mask.nonzero()[:, 0]
+
+        def read_student(hidden: Tensor, head: OutputHead) -> tuple[Tensor, ...]:
+            columns = self._policy.read_log_probs(hidden, head, packed.tokens[rows])
+            if term is None or teacher_side is None:
+                return columns
+            return *columns, term.measure(teacher_side, hidden, head)
+
+        columns: tuple[Tensor, ...] = self._policy(packed, rows, read_student)
+        if not micro_batch:
+            # 0 with a gradient, so that the collectives of the backward pass still run.
+            return LossOutput(sum((column.sum() for column in columns), torch.zeros((), device=self._device)))
+        zeros = torch.zeros(len(packed.tokens), device=self._device)
+        return loss(token_batch(packed, *(zeros.index_copy(0, rows, column) for column in columns)))
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -233,60 +263,16 @@ class FsdpTrainer(TrainerRank):
             state["step"].zero_()
 
     def _shards(self) -> list[Shard]:
-        shards = []
-        for name, tensor in self._sent_tensors.items():
-            shard = local(tensor).detach()
-            for row in self._table.rows_of(name):
-                if part := row.part(shard, shard_start(tensor, self._mesh)):
-                    start, view = part
-                    shards.append(Shard(row.name, start, view))
-        return shards
+        return self._rank_shards.sent()
 
     def _state_shards(self, *, moments: bool = True) -> dict[str, TensorShard]:
-        names = list(self._parameters)
-        if self._replicas is not None:
-            # Replicas hold the same shards: each writes some parameters.
-            names = names[dist.get_rank(self._replicas) :: self._replicas.size()]
-        saved = self._state_of(names)
-        if not moments:
-            return {name: shard for name, shard in saved.items() if name.startswith("model.")}
-        if self._mesh.get_local_rank() > 0:
-            # Every rank of a replica has whole step counts. The first rank writes them.
-            return {name: shard for name, shard in saved.items() if not name.startswith("step.")}
-        return saved
+        return self._rank_shards.written_state(moments=moments)
 
     def _buffer_shards(self) -> dict[str, TensorShard]:
-        # Frozen parameters are cut like trained ones. The first replica writes them, its first rank the buffers.
-        if self._replicas is not None and dist.get_rank(self._replicas) > 0:
-            return {}
-        saved = {}
-        for name, tensor in self._sent_tensors.items():
-            if name in self._parameters:
-                continue
-            if isinstance(tensor, DTensor):
-                shard = local(tensor.detach())
-                if shard.numel():
-                    saved[name] = TensorShard(tuple(tensor.shape), shard_start(tensor, self._mesh), shard)
-            elif self._spec.rank == 0:
-                saved[name] = TensorShard.from_whole(tensor)
-        return saved
-
-    def _state_of(self, names: Iterable[str]) -> dict[str, TensorShard]:
-        """Return this rank's live shards of parameters and their optimizer state, which a load fills.
-
-        Names are those of a checkpoint, such as exp_avg.NAME.
-        """
-        shards = {}
-        for name in names:
-            parameter = self._parameters[name]
-            for kind, tensor in {"model": parameter.detach(), **self._optimizer.state[parameter]}.items():
-                live = self._state.at_hand(local(tensor))
-                if live.numel():
-                    shards[f"{kind}.{name}"] = TensorShard(tuple(tensor.shape), shard_start(tensor, self._mesh), live)
-        return shards
+        return self._rank_shards.frozen()
 
     def _load_checkpoint(self, folder: Path) -> None:
-        load_shards(folder, self._state_of(self._parameters))
+        load_shards(folder, self._rank_shards.live(self._parameters))
 
 
 TRAINER = FsdpTrainer

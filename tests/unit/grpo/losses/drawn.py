@@ -1,6 +1,6 @@
 """Losses for tests: every loss of rlctl with its defaults, and with options that hypothesis draws."""
 
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
@@ -10,11 +10,13 @@ from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.load import load
 
 
-def make_distillation(coef: float = 1.0, log_ratio_floor: float = -10.0) -> DistillationSection:
-    """Return a term over the sampled tokens."""
+def make_distillation(
+    coef: float = 1.0, log_ratio_floor: float = -10.0, over: Literal["sampled", "vocabulary"] = "sampled"
+) -> DistillationSection:
+    """Return a term over the sampled tokens, or over the vocabulary."""
     return DistillationSection(
         coef=coef,
-        over="sampled",
+        over=over,
         divergence="reverse_kl",
         beta=0.5,
         num_top_tokens=20,
@@ -28,7 +30,12 @@ _SHARED: dict[str, list[Any]] = {
     "kl_estimator": ["k1", "k2", "k3"],
     "kl_max": [None, 0.2, 10.0],
     "entropy_coef": [0.0, 0.1],
-    "distillation": [None, make_distillation(coef=0.6), make_distillation(log_ratio_floor=-0.2)],
+    "distillation": [
+        None,
+        make_distillation(coef=0.6),
+        make_distillation(log_ratio_floor=-0.2),
+        make_distillation(coef=0.6, over="vocabulary"),
+    ],
     "proximal": ["rollout", "recompute", "current"],
     "importance_cap": [None, 1.2],
     "importance_mask": [None, (0.7, 1.5)],

@@ -123,9 +123,11 @@ def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
 
 
 def teacher(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
-    """Return w r k3, its log-ratio at least the floor in value, but not in its gradient."""
+    """Return w r k3, its log-ratio at least the floor in value, but not in its gradient; or the divergence itself."""
     if loss.distillation is None:
         return 0 * row.log_probs[t]
+    if loss.distillation.over == "vocabulary":
+        return row.divergence[t]
     x = row.columns[TEACHER][t] - row.log_probs[t]
     if x < loss.distillation.log_ratio_floor:
         x = x - x.detach() + loss.distillation.log_ratio_floor

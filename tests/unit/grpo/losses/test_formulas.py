@@ -28,10 +28,11 @@ def test_loss_and_gradient_equal_the_papers_formula(
     leaves = []
     for row in rows:
         leaves += [row.log_probs, row.entropy]
+    leaves += [row.divergence for row in rows]
     expected_gradients = [torch.zeros_like(leaf) for leaf in leaves]
     if expected.requires_grad:
         expected_gradients = list(torch.autograd.grad(expected, leaves, materialize_grads=True))
-    for gradient, expected_gradient in zip(measured.gradients, expected_gradients):
+    for gradient, expected_gradient in zip(measured.gradients + measured.divergence_gradients, expected_gradients):
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
     if not isinstance(loss.mean_over, float):
         assert measured.means.get("loss/policy", 0) == pytest.approx(terms["loss/policy"], rel=1e-9, abs=1e-12)
@@ -57,8 +58,8 @@ def test_the_rows_of_a_rollout_weigh_as_one_row(name: str) -> None:
     first = uncut[0]
     parts = [
         replace(
-            first, log_probs=first.log_probs[part], entropy=first.entropy[part], mask=first.mask[part],
-            columns={key: column[part] for key, column in first.columns.items()},
+            first, log_probs=first.log_probs[part], entropy=first.entropy[part], divergence=first.divergence[part],
+            mask=first.mask[part], columns={key: column[part] for key, column in first.columns.items()},
         )
         for part in (slice(0, 4), slice(4, 9))
     ]  # fmt: skip

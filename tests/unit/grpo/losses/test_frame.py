@@ -18,7 +18,7 @@ from rlctl.config.plugins import LOSSES
 from rlctl.grpo.losses.base import PolicyLoss
 from rlctl.grpo.losses.check import MadeUpRow, difference, made_up_rows, outcome, pack_rows
 from rlctl.training.interface import LossNeeds, Totals
-from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss, losses, options, shapes
+from tests.unit.grpo.losses.drawn import DEFAULTS, load_loss, losses, make_distillation, options, shapes
 from tests.unit.grpo.losses.references import MU, importance, old_log_prob, trained_places
 
 GRPO = DEFAULTS["grpo"]
@@ -183,6 +183,9 @@ def test_a_loss_needs_the_columns_that_its_options_read() -> None:
     assert {name: loss.needs for name, loss in DEFAULTS.items()} == expected_needs
     assert replace(GRPO, kl_coef=0.1).needs == make_needs("reference_log_prob")
     assert replace(GRPO, proximal="recompute").needs == make_needs("proximal_log_prob")
+    assert replace(GRPO, distillation=make_distillation()).needs == make_needs("teacher_log_prob")
+    term = make_distillation(over="vocabulary")
+    assert replace(GRPO, distillation=term).needs == replace(make_needs(), divergence=term)
     assert replace(GRPO, max_age=2).needs == make_needs("age")
     assert replace(GRPO, sequence_mask=(0.5, 2.0)).needs == make_needs(whole_rollouts=True)
     assert load_loss("grpo.loss.reduction=sequence").needs == make_needs(whole_rollouts=True)

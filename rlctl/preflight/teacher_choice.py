@@ -1,0 +1,55 @@
+"""Choice of the place of a teacher from which an update computes a divergence, with the trainer's other choices.
+
+Packs, checkpointing and the engines' memory depend on the teacher's memory, so each possible place is tried with them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.models.facts import ModelSizes
+from rlctl.preflight.choices import USABLE, Basis, Chosen, choose
+from rlctl.preflight.declared_columns import Role
+from rlctl.preflight.memory import trainer_bytes
+from rlctl.preflight.roles import TEACHER, RoleFacts, reads_divergence
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, TeacherUse, TrainerSettings
+
+
+def choose_with_teacher(basis: Basis, config: GrpoConfig, role_facts: Mapping[Role, RoleFacts]) -> Chosen:
+    """Return `choose`, with the first place of the teacher that fits a training rank, else with the last one."""
+    # Settings that an SFT run's recipe gets are chosen, and no update of that run computes a divergence.
+    if basis.facts is None or isinstance(basis.trainer, TrainerSettings) or not reads_divergence(config):
+        return choose(basis)
+    teachers = _possible_sizes(config, role_facts, basis.facts, basis.dtype, basis.longest_sequence or 0)
+    possible = [choose(replace(basis, teacher=teacher)) for teacher in teachers]
+    return next((chosen for chosen in possible if _fits(chosen, basis)), possible[-1])
+
+
+def _fits(chosen: Chosen, basis: Basis) -> bool:
+    """Return True unless the forecast of a training rank exceeds the usable memory of its GPU."""
+    if basis.device == "cpu" or basis.memory is None or basis.facts is None:
+        return True
+    return sum(trainer_bytes(chosen.trainer, basis.facts, basis.device).values()) <= USABLE * basis.memory
+
+
+def _possible_sizes(
+    config: GrpoConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, dtype: Dtype, longest: int
+) -> list[TeacherUse]:
+    """Return the teacher of the loss's divergence at each place that it may have, the fastest first.
+
+    longest: tokens of the longest sequence.
+    """
+    term = config.grpo.loss.distillation
+    assert term is not None
+    facts = role_facts.get(TEACHER, RoleFacts())
+    sizes = facts.sizes or policy
+    # An id of 8 bytes and a log-prob of 4 for each of the likeliest tokens.
+    side_bytes = 12 * term.num_top_tokens if term.over == "top_k" else sizes.hidden * DTYPE_BYTES[dtype]
+    step = config.step_shape
+    rows = -(-step.prompts * step.group // (step.updates * config.trainer.num_ranks))
+    resident = TeacherUse(sizes, is_resident=True, token_bytes=side_bytes, update_tokens=rows * longest)
+    swapped = replace(resident, is_resident=False)
+    written = config.teacher.place if config.teacher else "auto"
+    if written == "swapped" or facts.is_adapter:
+        return [swapped]
+    return [resident] if written == "resident" or facts.difference else [resident, swapped]

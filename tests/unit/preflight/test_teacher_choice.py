@@ -1,0 +1,119 @@
+"""The teacher of a divergence over the vocabulary: its place, its memory in the forecast, and runs that are refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.errors import ConfigError
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.load import load
+from rlctl.preflight.machine import RunMachine
+from rlctl.preflight.placement import this_machine
+from rlctl.preflight.plan import make_plan
+from rlctl.preflight.settled import Settled
+from tests.unit import folders
+
+GIB = 1 << 30
+VOCABULARY = "grpo.loss.distillation.over=vocabulary"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a home with two teachers: `twin` has the model's architecture, `wide` another width."""
+    home = folders.write(tmp_path / "home")
+    shutil.copytree(home / "model", home / "twin")
+    shutil.copytree(home / "model", home / "wide")
+    config = json.loads((home / "wide/config.json").read_text())
+    (home / "wide/config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    monkeypatch.chdir(home)
+    for name in ("model", "twin", "wide"):
+        read_sizes(home / name / "config.json")
+    return home
+
+
+def settle(*overrides: str, device: Any = "cuda", memory: int | None = 80 * GIB) -> Settled:
+    run = load("grpo", "grpo.recipe.yaml", list(overrides)).settled
+    return run.settle_on(RunMachine(device, memory), run.facts)
+
+
+def forecast_of(settled: Settled) -> dict[str, int]:
+    """Return purpose -> bytes of a training rank."""
+    plan = make_plan(settled, this_machine(1 if settled.device == "cuda" else 0))
+    assert plan.memory
+    return plan.memory.trainer
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", list(overrides))
+    return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
+
+
+def test_a_resident_is_on_the_device_in_an_update_and_a_swapped_one_leaves_its_states_and_head(home: Path) -> None:
+    sizes = read_sizes(home / "twin/config.json")
+    plain = forecast_of(settle("teacher.path=twin", "grpo.loss.distillation={}"))
+    resident_run = settle("teacher.path=twin", VOCABULARY)
+    assert resident_run.placed_roles["teacher"].place == "resident"
+    resident = forecast_of(resident_run)
+    pack = resident_run.trainer.micro_batch_tokens
+    assert resident["teacher's weights"] == 2 * sizes.parameters
+    assert resident["teacher's states"] == 2 * sizes.hidden * pack
+    assert resident["divergence"] > 0 and "divergence" not in plain
+    swapped_run = settle("teacher={path: twin, place: swapped}", VOCABULARY)
+    assert swapped_run.placed_roles["teacher"].place == "swapped"
+    swapped = forecast_of(swapped_run)
+    assert swapped["teacher's weights"] == 2 * sizes.embedding_parameters
+    config = swapped_run.grpo
+    assert config and config.longest_sequence
+    rollouts = config.config.step_shape.prompts * config.config.step_shape.group
+    assert swapped["teacher's states"] == 2 * sizes.hidden * rollouts * config.longest_sequence
+    top = forecast_of(settle("teacher.path=twin", "grpo.loss.distillation={over: top_k, num_top_tokens: 4}"))
+    assert top["teacher's states"] == 12 * 4 * pack
+
+
+def test_a_resident_is_placed_on_the_device_for_the_update_alone(home: Path) -> None:
+    plan = make_plan(settle("teacher.path=wide", VOCABULARY), this_machine(1))
+    assert plan.memory
+    places = {phase: states["teacher"].place for phase, states in plan.memory.placed_states.items()}
+    assert places.pop("train") == "device" and set(places.values()) == {"host"}
+
+
+def test_auto_is_swapped_where_a_resident_does_not_fit(home: Path) -> None:
+    reason = settle("teacher.path=twin", VOCABULARY).placed_roles["teacher"].reason
+    assert "its pass precedes each micro-batch's loss" in reason
+    tight = settle("teacher.path=twin", VOCABULARY, memory=1 << 20)
+    assert tight.placed_roles["teacher"].place == "swapped"
+    # Another architecture has no other place.
+    assert settle("teacher.path=wide", VOCABULARY, memory=1 << 20).placed_roles["teacher"].place == "resident"
+
+
+def test_nothing_is_computed_before_the_update(home: Path) -> None:
+    settled = settle("teacher.path=twin", VOCABULARY)
+    assert settled.computed_columns == {} and settled.frozen_roles == ("teacher",)
+    assert "log_probs" not in settled.phases
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (
+            ["teacher.path=twin", VOCABULARY, "trainer.backend=megatron"],
+            "grpo.loss.distillation.over: must be sampled with trainer.backend=megatron, which computes no other "
+            "divergence",
+        ),
+        (
+            ["teachers={a: {path: twin}, b: {path: wide}}", "teacher_key=answer", VOCABULARY],
+            "grpo.loss.distillation.over: must be sampled with teachers: vocabulary is for one teacher",
+        ),
+        (
+            ["teacher.path=twin", "grpo.loss.distillation={over: top_k, num_top_tokens: 512}"],
+            "grpo.loss.distillation.num_top_tokens: must be below 18, the tokens of the tokenizer, not 512; or "
+            "over=vocabulary",
+        ),
+    ],
+)
+def test_a_run_that_cannot_compute_the_divergence_is_refused(home: Path, overrides: list[str], problem: str) -> None:
+    assert problem in problems(*overrides)
