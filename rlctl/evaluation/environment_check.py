@@ -413,13 +413,7 @@ def rows_to_try(name: str, data: str | None, seed: int, count: int) -> tuple[Dat
     Without a file, return tasks of an environment that rlctl ships, or else one empty row.
     """
     section = DatasetSection(
-        path=data,
-        split="train",
-        prompt_key="prompt",
-        answer_key="answer",
-        messages_key="messages",
-        limit=count,
-        args={},
+        data, "train", prompt_key="prompt", answer_key="answer", messages_key="messages", limit=count, args={}
     )
     if data is not None:
         try:

@@ -59,7 +59,7 @@ class GeneratorPool:
         self._emit = emit
         self._restarts_left = max_restarts
         # Errors that engines raised before they sampled any token, with digits replaced by #.
-        self._early: set[str] = set()
+        self._early_errors: set[str] = set()
         self.version = spec.version
         self.asleep = False
         # None if the engines keep the weights that they were built with.
@@ -122,6 +122,7 @@ class GeneratorPool:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
+            # `EnginesLost` names engines by their places among `engines`.
             live = self._live
             broken = {live[place]: reason for place, reason in error.reasons.items() if place not in error.intact}
             for index, reason in broken.items():
@@ -209,7 +210,7 @@ class GeneratorPool:
     @property
     def _live(self) -> list[int]:
         """Slots of `engines`, in their order."""
-        return [index for index, _ in self._alive()]
+        return [index for index, _ in self._numbered_engines()]
 
     def _start_engine(self, index: int) -> Worker:
         slot = self._slots[index]
@@ -230,17 +231,19 @@ class GeneratorPool:
         text = f"{failure.type}: {failure.text}"
         # Replace numbers, because the same error of two engines differs in addresses, ids and sizes.
         kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", text)
-        if kind in self._early:
+        if kind in self._early_errors:
             self._emit("engine_lost", engine=index, reason=str(error))
             raise EngineUnusable(
                 f"engine-{index} cannot sample, as the one before it: {text.splitlines()[0]}"
             ) from error
-        self._early.add(kind)
+        self._early_errors.add(kind)
 
     def _count_loss(self, index: int, reason: Exception) -> None:
+        """Emit the loss of an engine, and use one restart. Raises RuntimeError if none is left."""
         self._emit("engine_lost", engine=index, reason=str(reason))
         worker = self.slots[index]
         if worker and worker.lost_its_node:
+            # The slot stays empty, so no restart is used.
             return
         if self._restarts_left <= 0:
             raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
@@ -256,16 +259,20 @@ class GeneratorPool:
         `generation.max_restarts` are used up.
         """
         begin = time.monotonic()
+        # Slots of engines that were built, and of engines that still start.
         rebuilt = set[int]()
         starting = set[int]()
         while True:
-            starting.update(self._restart(lost))
-            ends = {index: EngineEnd(worker, self._spec.tensor_parallel_size) for index, worker in self._alive()}
+            starting.update(self._start_replacements(lost))
+            ends = {
+                index: EngineEnd(worker, self._spec.tensor_parallel_size) for index, worker in self._numbered_engines()
+            }
             behind = [index for index in behind if index in ends]
             # Slots of the engines passed to the refit. `EnginesLost` names engines by their places in this list.
             called = behind
             try:
                 if self._refit and behind and starting:
+                    # New engines take long to start. Meanwhile the engines `behind` sample with the new version.
                     self._refit.catch_up([ends[index] for index in behind], version)
                     behind = []
                 fresh = self._wait_for(starting)
@@ -287,25 +294,26 @@ class GeneratorPool:
                 lost = [called[place] for place in broken]
                 failed = [called[place] for place in error.reasons]
                 behind = sorted(set(behind).union(failed).difference(lost))
+        # Without slots whose node was lost after the engine was built.
         restarted = [index for index in sorted(rebuilt) if self.slots[index]]
         for index in restarted:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
         return restarted
 
-    def _alive(self) -> list[tuple[int, Worker]]:
+    def _numbered_engines(self) -> list[tuple[int, Worker]]:
         """Return (slot, engine) of every slot whose node is not gone."""
         return [(index, worker) for index, worker in enumerate(self.slots) if worker]
 
-    def _restart(self, lost: Sequence[int]) -> list[int]:
-        """Start new engines in the `lost` slots, except where the node is gone. Return all slots with a lost engine."""
+    def _start_replacements(self, lost: Sequence[int]) -> list[int]:
+        """Start new engines in the `lost` slots, and empty the slots whose nodes are gone. Return all these slots."""
         # A lost node may have had further engines, whose loss was not noticed yet.
-        without_node = [index for index, worker in self._alive() if worker.lost_its_node]
-        lost = sorted({*lost, *without_node})
-        for index in lost:
+        without_node = [index for index, worker in self._numbered_engines() if worker.lost_its_node]
+        lost_slots = sorted({*lost, *without_node})
+        for index in lost_slots:
             if worker := self.slots[index]:
                 worker.kill()
                 self.slots[index] = None if worker.lost_its_node else self._start_engine(index)
-        return lost
+        return lost_slots
 
     def _wait_for(self, starting: Collection[int]) -> list[int]:
         """Wait until restarted engines are built; return their slots. Raises NoEngineLeft if the pool has no engine."""
@@ -328,6 +336,7 @@ class GeneratorPool:
             return False
         while True:
             try:
+                # Wait in slices, so that the loss of the node is noticed.
                 worker.built().wait(min(_SLICE_S, self._deadline_s))
                 return True
             except (WorkerTimeout, WorkerDied) as error:

@@ -71,6 +71,6 @@ def engines(
         pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
         stack.callback(pool.kill)
         pool.wait_until_built()
-        dispatcher = RolloutDispatcher(pool, config.run, emit, events, together=True)
+        dispatcher = RolloutDispatcher(pool, config.run, emit, events, waits_for_all=True)
         stack.callback(dispatcher.close)
         yield dispatcher

@@ -141,9 +141,10 @@ class SamplingParts:
 
         # True if a step waits for all of its groups. Asynchronous runs do not. With a filter, a step ends once enough
         # groups pass.
-        together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
+        waits_for_all = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         events = self.environments.events if self.environments else None
-        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, events, together=together)
+        emit = self.session.events.emit
+        dispatcher = RolloutDispatcher(self.pool, self.config.run, emit, events, waits_for_all=waits_for_all)
         stack.callback(dispatcher.close)
         runner = make_runner(self.settled, self.chat, dispatcher, self.environments, self.setup, trains=True)
         stack.callback(runner.close)
@@ -218,14 +219,25 @@ def make_runner(
         from rlctl.rollout.players.function import FunctionPlayer
 
         assert settled.facts
-        function = FunctionPlayer(environments, chat, limits, not config.rewards, settled.facts.vocab)
+        function = FunctionPlayer(
+            environments,
+            chat,
+            limits,
+            needs_reward=not config.rewards,
+            num_token_ids=settled.facts.vocab,
+        )
         return RolloutRunner(function, engines)
     if config.agent.is_enabled:
         from rlctl.rollout.players.agent import AgentPlayer, most_agents
 
         assert settled.facts
         agent = AgentPlayer(
-            environments, chat, limits, not config.rewards, settled.facts.vocab, most_agents(config.agent)
+            environments,
+            chat,
+            limits,
+            needs_reward=not config.rewards,
+            num_token_ids=settled.facts.vocab,
+            max_agents=most_agents(config.agent),
         )
         return RolloutRunner(agent, engines)
     from rlctl.rollout.players.environment import EnvironmentPlayer

@@ -127,5 +127,7 @@ def _why_no_match(target: str, linears: Iterable[LinearLayer]) -> str:
 
 def _why_none(linears: Iterable[LinearLayer]) -> str:
     """Return why this model's linear layers get no adapters, with one example for each reason."""
-    first = {linear.part: linear.name for linear in reversed(list(linears)) if linear.part in _REFUSED_PARTS}
-    return "; ".join(f"{name} {_REFUSED_PARTS[part]}" for part, name in first.items()) or "it has none at all"
+    # Reversed, so that the first layer of each part is the one that stays.
+    example_of_part = {linear.part: linear.name for linear in reversed(list(linears)) if linear.part in _REFUSED_PARTS}
+    reasons = [f"{name} {_REFUSED_PARTS[part]}" for part, name in example_of_part.items()]
+    return "; ".join(reasons) or "it has none at all"

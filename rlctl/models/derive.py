@@ -84,7 +84,7 @@ def _read_facts(folder: Path, weights: bool) -> ModelFacts:
         float32=tuple(sorted(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())),
         buffers=tuple(name for name in persistent_buffers(lm) if name in sent_targets),
         kept=tuple(row.name for row in table.kept_rows),
-        sizes=_sizes(lm, layers, kinds, paths[id(layers)], decoder),
+        sizes=_measure_sizes(lm, layers, kinds, paths[id(layers)], decoder),
     )
 
 
@@ -132,7 +132,7 @@ def layer_container(lm: Any, folder: Path) -> nn.ModuleList:
     return containers[0]
 
 
-def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[LinearLayer]:
+def _iterate_linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[LinearLayer]:
     """Yield every linear layer in `layers`. place: module path of that list."""
     state_layers = {kind.layer for kind in kinds.states} - {kind.layer for kind in kinds.attention}
     for index, layer in enumerate(layers):
@@ -153,7 +153,7 @@ def _linears(layers: nn.ModuleList, place: str, kinds: LayerKinds) -> Iterator[L
             yield LinearLayer(f"{place}.{index}.{name}", module.in_features, module.out_features, part)
 
 
-def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decoder: nn.Module) -> ModelSizes:
+def _measure_sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decoder: nn.Module) -> ModelSizes:
     config = lm.config
     attention = kinds.attention or _stated_attention(config, len(layers))
     parameters = {name: tensor for name, tensor in tensors_of(lm).items() if _is_parameter(lm, name)}
@@ -172,7 +172,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
     hidden = int(embedding.shape[1])
     total = _count_numbers(parameters.values())
     active = total - idle_parameters
-    if not tied:
+    if not tied:  # A token looks up one row of the embedding, without a matrix product.
         active -= embedding.numel()
     return ModelSizes(
         model_type=config.model_type,
@@ -184,7 +184,7 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
         intermediate=_largest(getattr(config, "intermediate_size", 0)),
         mlp_width=max(_mlp_width(layer, hidden, used_experts) for layer in layers),
         vocab=int(embedding.shape[0]),
-        max_positions=longest(config),
+        max_positions=longest_sequence(config),
         tied=tied,
         qkv_bias=has_parameter(r"\.(q|qkv|query|query_key_value)_?(proj)?\.bias$"),
         output_bias=has_parameter(r"\.(o_proj|out_proj|dense)\.bias$"),
@@ -202,11 +202,11 @@ def _sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str, decode
         largest_layer=max(_count_numbers(layer.parameters()) for layer in layers),
         embedding_parameters=embedding.numel(),
         kv_values_per_token=sum(kind.kv_heads * (kind.dim + kind.v_dim) for kind in attention),
-        linears=tuple(_linears(layers, place, kinds)),
+        linears=tuple(_iterate_linears(layers, place, kinds)),
         state_layers=len(kinds.states),
         one_sequence_a_row=kinds.one_sequence_a_row,
         dropout=tuple(key for key, _ in kinds.dropout),
-        row_bytes=tuple(kept_of_rows(decoder, longest(config))) if kinds.one_sequence_a_row else (),
+        row_bytes=tuple(kept_of_rows(decoder, longest_sequence(config))) if kinds.one_sequence_a_row else (),
     )
 
 
@@ -273,7 +273,7 @@ def _largest(sizes: Any) -> int:
     return max(sizes, default=0) if isinstance(sizes, (list, tuple)) else 0
 
 
-def longest(config: Any) -> int:
+def longest_sequence(config: Any) -> int:
     """Return the longest sequence in tokens by a config.
 
     With the rotary scalings llama3 and yarn, max_position_embeddings is already scaled. linear multiplies it by the

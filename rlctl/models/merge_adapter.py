@@ -43,7 +43,7 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
             kind = dtype
         layout.append((row.name, row.shape, kind))
 
-    def tensors() -> Iterator[tuple[str, "Tensor"]]:
+    def merged_tensors() -> Iterator[tuple[str, "Tensor"]]:
         for row, (name, _, kind) in zip(table.rows, layout):
             weight = files.tensor(name)
             if target := adapted.get(str(row.target)):
@@ -51,7 +51,7 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
                 weight = weight.float() + row.view(product.contiguous()) * spec.scale
             yield name, weight.to(getattr(torch, kind))
 
-    write_folder(base, folder, layout, tensors())
+    write_folder(base, folder, layout, merged_tensors())
     return sorted({kind for _, _, kind in layout})
 
 

@@ -228,6 +228,7 @@ class _Record:
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if name not in FUNCTIONS:
+                # The shapes of the results are not known here, so transformers' plain torch function computes them.
                 self.not_restarted.add(name)
                 self.states.setdefault(self.layer, []).append(name)
                 return inspect.unwrap(original)(*args, **kwargs)

@@ -82,6 +82,7 @@ class TensorRow:
         piece: a box of the target, for example a rank's shard, that begins at `first` in the target.
         """
         if not self.size:
+            # The target is a single number without dimensions.
             return (0,) * len(self.shape), piece.view(self.shape)
         slices = []
         offsets = []
@@ -112,10 +113,10 @@ class ParameterTable:
 
     def __init__(self, rows: Iterable[TensorRow]) -> None:
         self.rows = tuple(rows)
-        self._of: dict[str, list[TensorRow]] = {}
+        self._rows_by_target: dict[str, list[TensorRow]] = {}
         for row in self.rows:
             if row.target is not None:
-                self._of.setdefault(row.target, []).append(row)
+                self._rows_by_target.setdefault(row.target, []).append(row)
 
     @cached_property
     def by_name(self) -> dict[str, TensorRow]:
@@ -139,15 +140,15 @@ class ParameterTable:
 
     def rows_of(self, target: str) -> list[TensorRow]:
         """Return the rows of a parameter or persistent buffer. Raises KeyError."""
-        return self._of[target]
+        return self._rows_by_target[target]
 
     def holds(self, target: str) -> bool:
         """Return True if a tensor on disk belongs to this parameter or buffer."""
-        return target in self._of
+        return target in self._rows_by_target
 
     def sends(self, target: str) -> bool:
         """Return True if a refit sends this parameter or buffer."""
-        return any(row.is_sent for row in self._of.get(target, ()))
+        return any(row.is_sent for row in self._rows_by_target.get(target, ()))
 
     def below(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
         """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter tensor."""
@@ -158,7 +159,7 @@ class ParameterTable:
 
     def views(self, target: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name on disk, view of `tensor`) for each row of `target`. tensor: the whole parameter or buffer."""
-        for row in self._of[target]:
+        for row in self._rows_by_target[target]:
             yield row.name, row.view(tensor)
 
 
@@ -217,6 +218,7 @@ def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: 
         rows_by_target.setdefault(str(row.target), []).append(replace(row, name=rename(row.name)))
     disk_rows: list[TensorRow] = []
     for target, target_rows in rows_by_target.items():
+        # Some folders have a tensor as it is in memory, without transformers' conversion.
         name_in_memory = rename(target)
         if any(row.name not in disk for row in target_rows) and name_in_memory in disk:
             shape = tuple(tensors[target].shape)
@@ -328,6 +330,7 @@ def _converted_rows(lm: Any, tensors: Mapping[str, Tensor]) -> Iterator[TensorRo
 
 def _box_of_view(tensor: Tensor, view: Tensor) -> tuple[Shape, Shape] | None:
     """Return (begin, extent) of a view in its contiguous tensor; None if the view is no box, for example transposed."""
+    # In a contiguous tensor each long dimension has its own stride.
     axis_of_stride = {}
     for axis, (stride, count) in enumerate(zip(tensor.stride(), tensor.shape)):
         if count > 1:
@@ -341,6 +344,7 @@ def _box_of_view(tensor: Tensor, view: Tensor) -> tuple[Shape, Shape] | None:
                 return None
             size[axis] = count
             last_axis = axis
+    # The offset of the view gives its first index in each dimension.
     start = []
     offset = view.storage_offset()
     for stride in tensor.stride():

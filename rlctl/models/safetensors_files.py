@@ -52,6 +52,7 @@ def lay_out(tensors: Layout, metadata: Mapping[str, str]) -> FileLayout:
         relative_places[name] = (begin, shape)
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces after the JSON align the first tensor to 8 bytes.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     places = {name: (len(header) + offset, shape) for name, (offset, shape) in relative_places.items()}

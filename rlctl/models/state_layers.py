@@ -80,7 +80,7 @@ def _has_scalar_gates() -> bool:
     return not IS_NVIDIA_HOPPER or not TRITON_ABOVE_3_4_0 or TRITON_ABOVE_3_7_1
 
 
-def _serves(function: "StateFunction") -> bool:
+def _package_works(function: "StateFunction") -> bool:
     """Return True if the kernel that transformers chooses is installed and works here."""
     if not is_installed(function.package):
         return False
@@ -99,13 +99,14 @@ def _restart_function(original: Function, function: StateFunction) -> Function:
     def restarting(*args: Any, **keywords: Any) -> Any:
         ends = _boundaries(keywords)
         is_half = args[0].is_cuda and args[0].dtype in (torch.float16, torch.bfloat16)
-        if is_half and _serves(function):
+        if is_half and _package_works(function):
             if ends is not None and function.package == "fla":
                 keywords["cu_seqlens"] = _long(ends)
             return original(*args, **keywords)
         unpacked_keywords = {name: argument for name, argument in keywords.items() if name not in _PACKING}
         if is_half and function.kernel is not None and has_kernels():
             return function.kernel(*args, cu_seqlens=None if ends is None else _long(ends), **unpacked_keywords)
+        # Two ends are those of one sequence.
         if ends is None or len(ends) == 2:
             return reference(*args, **unpacked_keywords)
         return restarting_reference(ends, *args, **unpacked_keywords)

@@ -120,6 +120,7 @@ class BroadcastSender(SenderTransport):
             self._deadline.check(message)
         if self._dropped:
             raise PeerLost(self._dropped)
+        # The last event is after the checksums, the one before after the last chunk.
         self.wire = self._sent[-2].seconds_since(self._first_packed)
 
     def drop(self, receivers: list[int], reason: str) -> None:
@@ -262,6 +263,7 @@ class BroadcastReceiver(ReceiverTransport):
             # (chunk's number, buffer) -> tensors to receive into. Kept for later refits.
             self._pieces: dict[tuple[int, int], list[Tensor]] = {}
             self.extra_bytes = self._ring.nbytes
+        # Each group once: `_wires` has it once for each of its owners.
         wires = list(self._ends.values())
         for wire in wires:
             wire.stream.follow()

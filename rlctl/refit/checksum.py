@@ -125,7 +125,7 @@ class QueuedSums:
 class StreamingChecksums:
     """Checksums of the items that one end sends or receives, computed while other chunks are transferred.
 
-    For each refit: call `start`, queue items with `queue` and `queue_unmoved`, then read `values` or `all`.
+    For each refit: call `start`, queue items with `queue` and `queue_lasting`, then read `values` or `all`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +160,7 @@ class StreamingChecksums:
                 self._totals.add(self._lay_item(number, tensor, slot))
         self._numbers += numbers
 
-    def queue_unmoved(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
+    def queue_lasting(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
         """Queue the checksums of items that stay in their memory, on a separate stream after `arrived`."""
         if tensors:
             with self._stream as stream:
@@ -170,7 +170,7 @@ class StreamingChecksums:
     def all(self) -> Tensor | None:
         """Return the checksums, int64 [n] on the current stream, in the order of `queue`; None if nothing was queued.
 
-        Do not call it in a refit that used `queue_unmoved`.
+        Do not call it in a refit that used `queue_lasting`.
         """
         return self._totals.all() if self._numbers else None
 

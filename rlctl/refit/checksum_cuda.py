@@ -49,7 +49,9 @@ def make_table(tensors: Sequence[Tensor], row: int) -> tuple[Tensor, Tensor] | N
         if tensor.data_ptr() % 8:
             return None
         table[number] = tensor.data_ptr(), size, max(1, run // 8), step
+    # Number of blocks of each tensor.
     counts = -(-table[:, 1] // (8 * row * _KERNEL_ROWS))
+    # For each block its tensor, and the first block of this tensor.
     owners = np.repeat(np.arange(len(tensors)), counts)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
     blocks = np.stack([owners, np.arange(len(owners)) - firsts], 1).astype(np.int32)
@@ -71,6 +73,7 @@ def _add_all(table, blocks, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr
     size = tl.load(table + 4 * entry + 1)
     run = tl.load(table + 4 * entry + 2)
     step = tl.load(table + 4 * entry + 3)
+    # Number of whole words of the tensor, and this block's rows of words.
     count = size // 8
     rows = block * ROWS + tl.arange(0, ROWS)
     places = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
@@ -79,7 +82,8 @@ def _add_all(table, blocks, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr
     folded = sums ^ ((sums >> 32) & 0xFFFFFFFF)
     total = tl.sum(tl.where(rows < count // ROW, folded * (2 * rows + 3), sums * FACTOR), 0)
     if block == 0:
-        # Only contiguous tensors can have bytes after the last word.
+        # Bytes after the last whole word. Only a contiguous tensor can have them, because `make_table` refuses a matrix
+        # with gaps between its rows unless its rows are whole words.
         ends = count * 8 + tl.arange(0, 8)
         rest = tl.load((address + ends).to(tl.pointer_type(tl.uint8)), mask=ends < size, other=0)
         total += tl.sum(rest.to(tl.int64), 0) * FACTOR * FACTOR

@@ -94,7 +94,7 @@ class ReceiverTransport(ABC):
 
     # (number, chunk) of all chunks in the order in which this worker receives them.
     order: Sequence[tuple[int, Chunk]]
-    # Bytes of this side's buffers.
+    # Bytes of this side's buffers; 0 for a transport that has none.
     extra_bytes = 0
 
     @abstractmethod
@@ -115,7 +115,7 @@ class ReceiverTransport(ABC):
         For equal `number` and `slot` the memory is the same in every refit.
         """
 
-    def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
+    def lasting_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         """Return item `number` in memory that stays unchanged after loading, to compute its checksum later. None:
         compute the checksum from `view`, before the buffer is given back."""
         return sink.target(number)
@@ -201,7 +201,7 @@ class ChunkSender:
         transport = self._transport
         checked = self._source.plan.checked_items(header)
         packed: list[Span] = []
-        order = transport.unbuffered_sums
+        when_unbuffered = transport.unbuffered_sums
         # Call `start` before any transfer: it allocates memory, and may so wait for the device and for receivers.
         self._sums.start(len(checked))
         self._packing.follow()
@@ -209,7 +209,7 @@ class ChunkSender:
             # Processes take turns on a device. If receivers share this device ("first"), finish the checksums of chunks
             # without a buffer now, so that no kernel of this process runs while receivers copy. Otherwise ("last"),
             # compute these checksums last, because no receiver waits for them.
-            if order == "first":
+            if when_unbuffered == "first":
                 self._sum_unbuffered(checked)
                 self._sums.values(stream)
             packing_start = stream.mark()
@@ -223,10 +223,10 @@ class ChunkSender:
                 packed.append(span)
                 transport.publish(number, slot, span)
                 # Queued after `publish`, so that the transfer need not wait for checksums.
-                if is_buffered or order == "in turn":
+                if is_buffered or when_unbuffered == "in turn":
                     chunk_items = [item for item in chunk.numbers if item in checked]
                     self._sums.queue(chunk_items, partial(self._sent_item, slot), slot)
-            if order == "last":
+            if when_unbuffered == "last":
                 self._sum_unbuffered(checked)
             transport.publish_sums(self._sums, stream)
         return packed
@@ -350,15 +350,15 @@ class ChunkReceiver:
                 views = [(item, transport.view(item, slot)) for item in chunk.numbers]
                 self._copies[number, slot] = sink.copies((item, view) for item, view in views if view is not None)
             self._copies[number, slot].run()
-            unmoved: dict[int, Tensor] = {}
+            lasting: dict[int, Tensor] = {}
             converted: list[int] = []
             unconverted: list[int] = []
             for item in chunk.numbers:
                 if item not in checked:
                     continue
-                place = transport.unmoved_item(item, slot, sink)
+                place = transport.lasting_item(item, slot, sink)
                 if place is not None:
-                    unmoved[item] = place
+                    lasting[item] = place
                 elif self._is_converted(item, slot):
                     converted.append(item)
                 else:
@@ -367,7 +367,7 @@ class ChunkReceiver:
             self._sums.queue(converted, partial(self._delivered_item, slot))
             self._sums.queue(unconverted, partial(self._delivered_item, slot), slot)
             end = stream.mark()
-        self._sums.queue_unmoved(unmoved, end, slot)
+        self._sums.queue_lasting(lasting, end, slot)
         transport.note_load(chunk, end)
         self._loading[chunk.owner].append((chunk, (begin, end)))
 

@@ -160,7 +160,7 @@ class Refit:
 
         Raises EnginesLost for engines that failed, and a trainer's error if no engine was the cause.
         """
-        header = self._header(version, checks)
+        header = self._make_header(version, checks)
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
         if not self.transport(0).rendezvous:
@@ -196,22 +196,22 @@ class Refit:
 
     def _receive_again(self, engines: list[EngineEnd], version: int) -> None:
         """Make engines read a version that is still in shared memory."""
-        header = self._header(version)
+        header = self._make_header(version)
         calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         reports, _ = self._await_answers(calls)
         self._verify_proofs(version, engines, reports)
 
-    def _header(self, version: int, checks: Checks | None = None) -> Header:
-        return Header(version, self.plan.digest, checks or self.options.checks, self.options.adapters)
+    def _make_header(self, version: int, checks: Checks | None = None) -> Header:
+        return Header(version, self.plan.digest, checks or self.options.checks, prove=self.options.adapters)
 
     def _verify_proofs(self, version: int, engines: list[EngineEnd], reports: list[EngineReport]) -> None:
         """Raise EnginesLost for engines whose proofs differ from the adapters that the trainer sent."""
         if not self.options.adapters:
             return
         names = [entry.name for entry in self.plan.entries]
-        a = sum(name.endswith(LORA_A) for name in names)
-        b = sum(name.endswith(LORA_B) for name in names)
-        sent = LiveProof(version=self._sent_version, digest=self._sent_digest, a=a, b=b)
+        num_a = sum(name.endswith(LORA_A) for name in names)
+        num_b = sum(name.endswith(LORA_B) for name in names)
+        sent = LiveProof(version=self._sent_version, digest=self._sent_digest, a=num_a, b=num_b)
         lost: dict[int, Exception] = {}
         for index, (engine, report) in enumerate(zip(engines, reports, strict=True)):
             proofs = set(report.proofs)
@@ -222,8 +222,8 @@ class Refit:
                 live.append(f"version {proof.version} with {proof.a} A and {proof.b} B")
             differs = ", whose checksums differ" if {proof.version for proof in proofs} == {version} else ""
             lost[index] = RefitError(
-                f"{engine.worker.name} does not serve the adapters of version {version} with {a} A and {b} B that the "
-                f"trainer sent: it proves {'; '.join(live) or 'nothing'}{differs}"
+                f"{engine.worker.name} does not serve the adapters of version {version} with {num_a} A and {num_b} B "
+                f"that the trainer sent: it proves {'; '.join(live) or 'nothing'}{differs}"
             )
         if lost:
             raise EnginesLost(lost)
@@ -304,6 +304,7 @@ class Refit:
             if index == trainers_index or (self.options.kind == "broadcast" and trainer_calls):
                 failures |= self._await_failures(calls, trainers_index, answers, failures)
                 break
+            # Without `drop` nobody tells the others, who may wait until their own deadline: do not wait for them.
             if trainer_calls and not drop:
                 break
         if failures:
@@ -354,7 +355,7 @@ def make_plan(layout: Layout, holdings: list[Holding], options: RefitOptions) ->
     # Only the ranks of one copy of the weights send, because they saturate the links of any engine. More senders would
     # only make communicators larger.
     senders = options.ranks_a_copy or len(holdings)
-    buffer_bytes = _buffer_bytes(layout, holdings[:senders], options)
+    buffer_bytes = _choose_buffer_bytes(layout, holdings[:senders], options)
     chunk_bytes = buffer_bytes
     edge_bytes = _LEAST_BUFFER_BYTES
     if options.kind == "shm":
@@ -380,7 +381,8 @@ def _require_one_layout(holdings: list[Holding]) -> None:
             raise RefitError(f"trainer rank {rank} has other tensors, shapes or dtypes than trainer rank 0")
 
 
-def _buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
+def _choose_buffer_bytes(layout: Layout, holdings: list[Holding], options: RefitOptions) -> int:
+    """Return the size of one buffer. holdings: those of the ranks that send."""
     smallest_device = min(holding.device_bytes for holding in holdings)
     limit = min(int(options.buffer_memory_ratio * smallest_device), MAX_BUFFER_BYTES)
     # A receiver has buffers for several groups of owners. All buffers together must not exceed the limit.
@@ -407,6 +409,7 @@ def _make_verdict(failures: dict[int, Exception], trainers_index: int) -> Except
     lost = {index: reason for index, reason in failures.items() if index != trainers_index}
     for index, reason in lost.items():
         if isinstance(reason, WorkerTimeout) and trainers_index in failures:
+            # The engine hangs. The trainers' error says for which part of the refit they waited.
             lost[index] = RefitError(f"{reason}: {failures[trainers_index]}")
     return EnginesLost(lost) if lost else failures[trainers_index]
 

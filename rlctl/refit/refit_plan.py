@@ -348,30 +348,35 @@ def _split_share(share: list[_SizedBox], limit: int, edge: int) -> list[list[Ref
     The first and last chunks have room for `edge` bytes, chunks in between for up to `limit` bytes.
     """
     chunks: list[list[RefitItem]] = []
+    # Bytes in the chunks so far, and bytes that are left.
     sent = 0
     unsent = sum(nbytes for _, _, nbytes in share)
+    # Size of the last chunk, and the first free byte in it.
     room = 0
     end = 0
-    for number, whole_box, nbytes in share:
-        box: TensorSlice | None = whole_box
-        while box is not None:
-            if not chunks or end + nbytes > room:
+    for number, whole_box, box_bytes in share:
+        # Rows of the box that are in no chunk yet, and their bytes.
+        rest: TensorSlice | None = whole_box
+        rest_bytes = box_bytes
+        while rest is not None:
+            if not chunks or end + rest_bytes > room:
                 chunks.append([])
+                # Chunks grow with the bytes sent before, and shrink with the bytes left.
                 room = min(limit, max(edge, min(sent, unsent // 2)))
                 end = 0
-            if nbytes > room:
-                part, below = _cut_box(box, nbytes, room, limit)
-                part_bytes = nbytes // box.shape[0] * part.shape[0]
+            if rest_bytes > room:
+                part, below = _cut_box(rest, rest_bytes, room, limit)
+                part_bytes = rest_bytes // rest.shape[0] * part.shape[0]
             else:
-                part = box
+                part = rest
                 below = None
-                part_bytes = nbytes
+                part_bytes = rest_bytes
             chunks[-1].append(RefitItem(number, part, end, part_bytes))
             end += align_size(part_bytes)
-            nbytes -= part_bytes
+            rest_bytes -= part_bytes
             sent += part_bytes
             unsent -= part_bytes
-            box = below
+            rest = below
     return chunks
 
 

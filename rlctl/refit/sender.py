@@ -83,6 +83,7 @@ class SendsWeights:
         """Stop waiting for these receivers (ranks from 1). Called while `refit_open` or `refit_send` runs."""
         if self._sender:
             self._sender.drop(receivers, reason)
+        # Without a sender `refit_open` still waits for all members to meet. Rank 0 runs the store at which they meet.
         elif self._transport_spec and self._sending_rank == 0:
             call_off(self._transport_spec, reason)
 

@@ -46,7 +46,7 @@ class ShmSender(SenderTransport):
             while not _words_file(self._folder).exists():
                 deadline.check(lambda: f"refit: trainer rank {rank} waited {{}} for rank 0 to open")
         self.buffers = _Slots(self._folder, plan)
-        # Index of this rank's word in a slot.
+        # Index of this rank's word in a slot. A rank without chunks has no word, and never sends.
         self._word = 1 + plan.owners.index(rank) if rank in plan.owners else 0
 
     def begin(self, header: Header, deadline: Deadline) -> None:
@@ -103,7 +103,7 @@ class ShmReceiver(ReceiverTransport):
     def view(self, number: int, slot: int) -> Tensor | None:
         return None if self._has_adopted else self._view(number, slot)
 
-    def unmoved_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
+    def lasting_item(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         # Checksums are computed on the host, whatever the sink's device.
         return self._view(number, slot) if self._has_adopted else None
 

@@ -240,20 +240,20 @@ class RolloutBuffer:
         """Repeat an attempt until it succeeds; return the groups that it took."""
         self._wait_deadline.note_progress()
         self._events.check()
-        groups, cause = self._events.run(self._try_once(version, attempt))
+        groups, cause = self._events.run(self._try_for_a_tick(version, attempt))
         while groups is None:
             began = self._events.now()
             span_cause = cause
             with span(span_cause):
                 while groups is None and cause == span_cause:
-                    groups, cause = self._events.run(self._try_once(version, attempt, span_cause))
+                    groups, cause = self._events.run(self._try_for_a_tick(version, attempt, span_cause))
                     self._events.check()
                     if groups is None:
                         self._look_after()
             self._waited += self._events.now() - began
         return groups
 
-    async def _try_once(
+    async def _try_for_a_tick(
         self, version: int, attempt: Attempt, span_cause: str | None = None
     ) -> tuple[list[RolloutGroup] | None, str]:
         """Repeat an attempt until it succeeds, the wait has another cause than `span_cause`, an engine is lost, or
@@ -334,7 +334,7 @@ class RolloutBuffer:
         if self._config.async_.enabled:
             untrained = (config.num_steps - self._version) * config.num_prompts_per_step
             return min(self._prefetch.target, untrained) - groups.active
-        if not groups.places or self._version >= config.num_steps:
+        if not groups.num_lacking or self._version >= config.num_steps:
             return 0
         return self._refill.in_flight(groups.count(GroupState.FILTERED), groups.count(GroupState.READY)) - groups.active
 

@@ -93,6 +93,7 @@ class Conversation:
 
         Return (number of its tokens, index of its last node); (0, None) if there is no such path.
         """
+        # Node whose path is a beginning of `tokens` -> number of tokens in the path. None is the empty path.
         ends: dict[int | None, int] = {None: 0}
         for index, node in enumerate(self.nodes):
             start = ends.get(node.parent)

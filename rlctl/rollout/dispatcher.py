@@ -62,12 +62,12 @@ class RolloutDispatcher:
         emit: Emit,
         events: EventLoop | None = None,
         *,
-        together: bool = False,
+        waits_for_all: bool = False,
     ) -> None:
         """Begin to collect from the engines.
 
-        events: loop on which rollouts are played; None: a new one, which `close` ends. together: True if the caller
-        waits for all submitted turns as a whole, as in a synchronous step.
+        events: loop on which rollouts are played; None: a new one, which `close` ends. waits_for_all: True if the
+        caller waits until all submitted turns have ended, as in a synchronous step.
         """
         self._owns_events = events is None
         self.events = events or EventLoop("rollouts")
@@ -81,7 +81,7 @@ class RolloutDispatcher:
         self._closed = False
         # Turns that were submitted in this iteration of the event loop.
         self._new_turns: list[SubmittedTurn] = []
-        self._placement = TurnPlacement(pool.at_a_time, together=together)
+        self._placement = TurnPlacement(pool.at_a_time, waits_for_all=waits_for_all)
         # Set when an engine has no turns left, or is lost.
         self._emptied = asyncio.Event()
         # Wakes a wait of the training thread. Set by the callbacks of the wait, and when an engine is lost.
@@ -221,6 +221,7 @@ class RolloutDispatcher:
         self.events.check()
         lost = self.events.run(self._take_lost())
         if lost:
+            # Engines that have sampled no token: an equal error of two such engines ends the run.
             early = [index for index in lost if not self._queues[index].stats.tokens]
             self._pool.replace(lost, early)
             self.events.run(self._adopt_replaced())
@@ -304,9 +305,12 @@ class RolloutDispatcher:
         turns: list[SubmittedTurn] = []
         old_queues = [queue for queue in self._queues if not self._is_current(queue)]
         for queue in old_queues:
-            queue.lose(WorkerDied("collect", [queue.worker.name], "its node is gone"))
+            has_successor = self._pool.slots[queue.index] is not None
+            reason = "another engine has replaced it" if has_successor else "its node is gone"
+            # No effect if the queue has its reason already, as after `repair`.
+            queue.lose(WorkerDied("collect", [queue.worker.name], reason))
             turns += queue.give_up()
-            if self._pool.slots[queue.index]:
+            if has_successor:
                 self._replaced.append(queue)
                 self._queues[queue.index] = self._open_queue(queue.index)
         self._placement.add_restarted(turns)
@@ -319,6 +323,7 @@ class RolloutDispatcher:
         calls: set[asyncio.Task[None]] = set()
         for queue in [*self._queues, *self._replaced]:
             calls |= queue.close()
+        # `asyncio.wait` refuses an empty set.
         if not calls:
             return True
         _, unfinished = await asyncio.wait(calls, timeout=_CLOSE_S)

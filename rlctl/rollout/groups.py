@@ -116,9 +116,9 @@ class GroupTable:
         # Number of tokens of all READY groups.
         self.ready_tokens = 0
         # Next free place in the order of training.
-        self._placed = 0
-        # Number of groups that have become SAMPLED or were dropped.
-        self._sampled = 0
+        self._free_place = 0
+        # Number of groups that have become SAMPLED or were dropped: next value of `GroupRecord.finished`.
+        self._num_finished = 0
 
     def __getitem__(self, number: int) -> GroupRecord:
         return self._groups[number]
@@ -142,7 +142,7 @@ class GroupTable:
         return self.rule.capacity + surplus - self.active
 
     @property
-    def places(self) -> int:
+    def num_lacking(self) -> int:
         """Number of groups that the current step still lacks."""
         return self.rule.groups_per_step - self.count(GroupState.TAKEN)
 
@@ -193,8 +193,8 @@ class GroupTable:
         """Note that every rollout of a group has ended."""
         group = self._groups[number]
         self._move(group, GroupState.SAMPLED)
-        group.finished = self._sampled
-        self._sampled += 1
+        group.finished = self._num_finished
+        self._num_finished += 1
 
     def mark_scored(self, number: int, reason: str | None) -> None:
         """Note that every rollout of a group is scored. reason: why the group teaches nothing; None if it teaches.
@@ -213,15 +213,15 @@ class GroupTable:
             for other in self._list_waiting():
                 if other.place > group.place:
                     other.place -= 1
-            self._placed -= 1
+            self._free_place -= 1
 
     def drop(self, number: int) -> None:
         """Make a SAMPLING group READY without rollouts. The step that takes the group counts it as dropped."""
         group = self._groups[number]
         group.rollouts = {}
         self._move(group, GroupState.READY)
-        group.finished = self._sampled
-        self._sampled += 1
+        group.finished = self._num_finished
+        self._num_finished += 1
 
     def restart(self, number: int, version: int) -> None:
         """Note that a group's missing rollouts begin again at `version`. If any rollout has ended, it stays, and the
@@ -247,18 +247,18 @@ class GroupTable:
         """Return the numbers of all groups that the step at `version` still lacks, in the order of their draws; None
         if the step must wait for groups."""
         # Cheaper than `select_part`, which would run after every finished group.
-        if self.count(GroupState.READY, GroupState.FILTERED) < self.places:
+        if self.count(GroupState.READY, GroupState.FILTERED) < self.num_lacking:
             return None
         chosen = self.select_part(version)
-        return chosen if len(chosen) == self.places else None
+        return chosen if len(chosen) == self.num_lacking else None
 
     def select_part(self, version: int) -> list[int]:
         """Return the numbers of complete groups that may train at `version` independently of unfinished groups, in the
-        order of their draws. They are fewer than `places` if the step must wait for further groups."""
+        order of their draws. They are fewer than `num_lacking` if the step must wait for further groups."""
         if not self.rule.max_age:
             return self._select_first_drawn()
         waiting = self._list_waiting()
-        chosen = self.rule.choose(waiting, lambda group: group.state is GroupState.READY, version, self.places)
+        chosen = self.rule.choose(waiting, lambda group: group.state is GroupState.READY, version, self.num_lacking)
         return sorted(group.number for group in chosen)
 
     def _select_first_drawn(self) -> list[int]:
@@ -268,20 +268,20 @@ class GroupTable:
         order of the draws, not on which group ended first.
         """
         chosen: list[int] = []
-        replaced = 0
+        num_replaced = 0
         for group in self.in_state(*_NOT_TAKEN):
-            if group.state not in (GroupState.READY, GroupState.FILTERED) or len(chosen) == self.places:
+            if group.state not in (GroupState.READY, GroupState.FILTERED) or len(chosen) == self.num_lacking:
                 break
             # After a resume a FILTERED group has no rollouts, since a checkpoint saves only those of READY groups.
-            if group.state is GroupState.FILTERED and (replaced < self._budget or not group.rollouts):
-                replaced += 1
+            if group.state is GroupState.FILTERED and (num_replaced < self._budget or not group.rollouts):
+                num_replaced += 1
             else:
                 chosen.append(group.number)
         return chosen
 
     def surplus(self) -> list[GroupRecord]:
         """Return the groups that a full synchronous step does not need: those drawn after the last group it took."""
-        if self.rule.max_age or self.places:
+        if self.rule.max_age or self.num_lacking:
             return []
         last = max(group.number for group in self.in_state(GroupState.TAKEN))
         return [group for group in self.in_state(*_NOT_TAKEN) if group.number > last]
@@ -320,16 +320,16 @@ class GroupTable:
         sampling = [group for group in waiting if group.state is GroupState.SAMPLING]
         due = [group for group in sampling if self.rule.deadline(group) == version]
         num_complete = len(waiting) - len(sampling)
-        if self.rule.max_age == 0 or num_complete < self.places or any(group.attempt for group in due):
+        if self.rule.max_age == 0 or num_complete < self.num_lacking or any(group.attempt for group in due):
             return []
         return [group.number for group in due]
 
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
         """Return why the next step waits. rollouts: too few groups are sampled. scores: too few are scored. oldest:
         older groups must train first."""
-        if self.count(GroupState.READY, GroupState.SAMPLED) < self.places:
+        if self.count(GroupState.READY, GroupState.SAMPLED) < self.num_lacking:
             return "rollouts"
-        return "scores" if self.count(GroupState.READY) < self.places else "oldest"
+        return "scores" if self.count(GroupState.READY) < self.num_lacking else "oldest"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every group for a checkpoint between two steps, without tasks and rollouts."""
@@ -337,7 +337,7 @@ class GroupTable:
         for group in self._groups.values():
             fields = {name: getattr(group, name) for name in _SAVED_FIELDS}
             groups.append({**fields, "state": group.state.value})
-        return {"placed": self._placed, "credit": self._credit, "groups": groups}
+        return {"placed": self._free_place, "credit": self._credit, "groups": groups}
 
     def load_state_dict(
         self,
@@ -351,8 +351,8 @@ class GroupTable:
         A READY group stays READY if all deadlines can be kept. Returns the other groups, for the caller to sample again
         at `version`. Groups without room become DEFERRED.
         """
-        self._placed = state["placed"]
-        self._sampled = len(state["groups"])
+        self._free_place = state["placed"]
+        self._num_finished = len(state["groups"])
         self._credit = min(self._max_credit, state.get("credit", self._max_credit))
         resampled = []
         for saved in state["groups"]:
@@ -367,6 +367,7 @@ class GroupTable:
             self._add_group(group)
             if group.state in _ASIDE:
                 continue
+            # The table has the group as SAMPLING now, so that the check below includes its deadline.
             if saved_state is GroupState.READY and self.rule.is_feasible(self._list_waiting(), version):
                 self._remove_group(group.number)
                 group.state = GroupState.READY
@@ -402,5 +403,5 @@ class GroupTable:
         return [group for group in self._groups.values() if group.state not in (GroupState.TAKEN, *_ASIDE)]
 
     def _next_place(self) -> int:
-        self._placed += 1
-        return self._placed - 1
+        self._free_place += 1
+        return self._free_place - 1

@@ -9,10 +9,10 @@ from rlctl.rollout.types import Rollout, RolloutStart
 class Policy(Protocol):
     """The policy, as the player of one rollout sees it.
 
-    A request's id has the id of the rollout (`RolloutStart.id`) and the number of the turn. Turn 0 begins a try. The
-    seed must be `turn_seed(start.seed, turn)` and the temperature `start.temperature`, so that a resumed run samples
-    the same tokens. `max_new_tokens` is at least 1, and prompt and new tokens must fit the model's length: an engine
-    raises for a longer request, and is then replaced.
+    The player follows these rules for its requests. A request's id has the rollout's id (`RolloutStart.id`) and the
+    number of the turn. Turn 0 begins a try. The seed is `turn_seed(start.seed, turn)`, so that a resumed run samples
+    the same tokens. The temperature is `start.temperature`. `max_new_tokens` is at least 1. Prompt and new tokens
+    together fit the model's length: for a longer request the engine raises an error, and the engine is then replaced.
     """
 
     async def sample(self, request: TurnRequest) -> Completion:

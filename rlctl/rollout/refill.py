@@ -36,11 +36,12 @@ class RefillRule:
         groups that were scored in the current step.
         """
         size = self._groups_per_step
-        all_ended = sum(ended for _, ended in self._last_steps) + filtered + ready + size
-        all_filtered = sum(filtered for filtered, _ in self._last_steps) + filtered
-        useful = all_ended - all_filtered
-        expected = ready + ceil(max(0, size - ready) * all_ended / useful)
-        return min(expected, size + self.budget - filtered)
+        # Sums over the last steps, the current step and the imaginary groups.
+        num_ended = sum(ended for _, ended in self._last_steps) + filtered + ready + size
+        num_filtered = sum(step_filtered for step_filtered, _ in self._last_steps) + filtered
+        num_useful = num_ended - num_filtered
+        wanted = ready + ceil(max(0, size - ready) * num_ended / num_useful)
+        return min(wanted, size + self.budget - filtered)
 
     def note_step(self, filtered: int, ended: int) -> None:
         """Note a step's end. ended: number of its groups. filtered: number of its groups that taught nothing."""

@@ -116,6 +116,7 @@ class RolloutRunner:
         if stopped:
             await asyncio.wait([rollout.task for rollout in stopped], timeout=seconds)
         for rollout in stopped:
+            # Only a rollout that waits for an engine's confirmation may still run.
             if not rollout.task.done() and not rollout.waits:
                 raise error_of_swallowing(rollout)
         self.aborted_tokens += sum(rollout.sampled for rollout in stopped)

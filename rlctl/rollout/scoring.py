@@ -74,9 +74,10 @@ def _tokens_to_decode(rollout: Rollout) -> list[int]:
     if not rollout.rows:
         return []
     row = max(rollout.rows, key=lambda row: int(row.turns.max()))
-    start = int(row.turns.argmax())
-    last_prompt: list[int] = row.tokens[max(0, start - _PROMPT_END) : start].tolist()
-    return last_prompt
+    # First token of the row's last turn. The prompt ends before it.
+    turn_start = int(row.turns.argmax())
+    prompt_end: list[int] = row.tokens[max(0, turn_start - _PROMPT_END) : turn_start].tolist()
+    return prompt_end
 
 
 def _text_of(messages: Sequence[Message]) -> str:

@@ -97,6 +97,7 @@ class StalenessRule:
         counts = Counter(map(self.deadline, groups))
         chosen: list[Group] = []
         chosen_places: set[int] = set()
+        # The window begins at the oldest group that is not chosen yet.
         remaining = iter(groups)
         oldest = next(remaining, None)
         while len(chosen) < places and oldest is not None:
@@ -135,9 +136,12 @@ class StalenessRule:
 
         counts: deadline -> number of groups that are not chosen yet.
         """
-        due = 0
+        num_due = 0
         for deadline in sorted(counts):
-            due += counts[deadline]
-            if due - (deadline - version) * self.groups_per_step >= places:
+            num_due += counts[deadline]
+            # Places for groups in the steps up to this deadline. If the groups due by then need all of them, the next
+            # group must be one of these groups.
+            num_places = places + (deadline - version) * self.groups_per_step
+            if num_due >= num_places:
                 return deadline
         return None

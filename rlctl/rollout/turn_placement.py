@@ -46,13 +46,13 @@ class LeastLoaded:
 class TurnPlacement:
     """PENDING turns, and the choice of an engine for each turn.
 
-    at_a_time: number of turns that an engine decodes at a time. together: True if the caller waits for all submitted
-    turns as a whole, as in a synchronous step.
+    at_a_time: number of turns that an engine decodes at a time. waits_for_all: True if the caller waits until all
+    submitted turns have ended, as in a synchronous step.
     """
 
-    def __init__(self, at_a_time: int, *, together: bool) -> None:
+    def __init__(self, at_a_time: int, *, waits_for_all: bool) -> None:
         self._at_a_time = at_a_time
-        self._together = together
+        self._waits_for_all = waits_for_all
         # True while no turn may begin.
         self.is_paused = False
         # Batches of turns that wait for any engine. `_restarted` (turns of lost engines) begins first, then `_urgent`
@@ -70,20 +70,21 @@ class TurnPlacement:
         """Begin turns as engines have room. A rollout's later turn goes before all other turns, to the engine that
         sampled its previous turn."""
         # Engines that got a later turn, in order. A dict keeps the order, and each engine once.
-        homes: dict[EngineQueue, None] = {}
+        resumed_homes: dict[EngineQueue, None] = {}
         for batch in batch_turns(turns):
             first_id = batch[0].request.id
             home = self._homes.get(first_id.rollout) if first_id.turn else None
             if home and not home.lost:
                 home.waiting.append(batch)
-                homes[home] = None
+                resumed_homes[home] = None
             elif first_id.turn:
+                # The engine of the previous turn is lost or unknown, so any engine may sample this turn.
                 self._restarted.append(batch)
             elif batch[0].ahead:
                 self._urgent.append(batch)
             else:
                 self._ordinary.append(batch)
-        for home in homes:
+        for home in resumed_homes:
             self._begin_waiting(home)
         self.hand_out()
 
@@ -120,9 +121,11 @@ class TurnPlacement:
         """Begin batches of turns. Each batch goes to the engine with the lowest load."""
         for line in (self._restarted, self._urgent, self._ordinary):
             while line and not self.is_paused:
+                # Without turns that were cancelled while they waited. The batch may be empty then.
                 batch = [turn for turn in line[0] if not turn.answer.done()]
                 queue = self._choose_engine(batch[0]) if batch else None
                 if batch and queue is None:
+                    # No engine has room. Later batches must not overtake this one.
                     return
                 line.popleft()
                 if queue:
@@ -151,6 +154,7 @@ class TurnPlacement:
     def _begin_batch(self, queue: EngineQueue, batch: list[SubmittedTurn]) -> None:
         for turn in batch:
             if turn.turns_follow:
+                # From now on the rollout counts among the episodes of this engine only.
                 rollout = turn.request.id.rollout
                 old_home = self._homes.get(rollout)
                 if old_home and old_home is not queue:
@@ -168,7 +172,7 @@ class TurnPlacement:
         max_turns = _TURNS_PER_PLACE * self._at_a_time
         takes_single = is_live and num_turns < self._at_a_time
         takes_episodes = takes_single
-        if self._together and is_live and num_turns < max_turns:
+        if self._waits_for_all and is_live and num_turns < max_turns:
             takes_episodes |= len(queue.episodes) < min(max_turns, queue.stats.holds)
         self._single_turn_engines.note(queue, takes_single)
         self._episode_engines.note(queue, takes_episodes)

@@ -95,6 +95,7 @@ class AdapterLoader(WeightLoader):
             if part.key in served and served[part.key] != sums_before[part.key]:
                 raise RefitError(f"{part.name} was written to after version {self._version} became live")
         expected: dict[Key, int] = {}
+        # A whole item must have the checksum that the trainer sent; a part, the checksum of the part as it arrived.
         for part in self._live_parts:
             if part.is_whole and part.item_number in sent:
                 expected[part.key] = sent[part.item_number]
@@ -113,10 +114,10 @@ class AdapterLoader(WeightLoader):
         self._version = header.version
         names = {part.name for part in proven_parts}
         return LiveProof(
-            header.version,
-            digest_of(sent),
-            sum(name.endswith(LORA_A) for name in names),
-            sum(name.endswith(LORA_B) for name in names),
+            version=header.version,
+            digest=digest_of(sent),
+            a=sum(name.endswith(LORA_A) for name in names),
+            b=sum(name.endswith(LORA_B) for name in names),
         )
 
 

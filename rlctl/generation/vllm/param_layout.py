@@ -187,8 +187,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage not in self._by_storage:
             raise UnsupportedLayout("a tensor is computed with before it is copied")
         name, tensor = self._by_storage[storage]
-        if target.shape != source.shape or _steps(source) != _steps(tensor, source.shape):
+        if target.shape != source.shape or _relevant_strides(source) != _relevant_strides(tensor, source.shape):
             raise UnsupportedLayout(f"{name} is rearranged: {tuple(tensor.shape)} into {tuple(target.shape)}")
+        # The offset of the source within the whole tensor gives the first index in each dimension.
         offset = source.storage_offset()
         start = []
         for stride in tensor.stride():
@@ -217,6 +218,6 @@ class _Comparer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:
+def _relevant_strides(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:
     """Return a tensor's strides, without those of dimensions of size 1. shape: used instead of the tensor's."""
-    return tuple(step for step, size in zip(tensor.stride(), shape or tensor.shape) if size > 1)
+    return tuple(stride for stride, size in zip(tensor.stride(), shape or tensor.shape) if size > 1)

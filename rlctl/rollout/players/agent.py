@@ -37,7 +37,7 @@ _FURTHER_NAMES = "ignored/others"
 class AgentPlayer(Player):
     """Plays rollouts by runs of the pool's agent. Deadlines, retries, budgets and aborts are those of an episode.
 
-    must_value, vocabulary: see `FunctionPlayer`. max_agents: most agents that run at a time; further ones wait.
+    needs_reward, num_token_ids: see `FunctionPlayer`. max_agents: most agents that run at a time; further ones wait.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class AgentPlayer(Player):
         pool: EnvironmentPool,
         chat: Chat,
         limits: EpisodeLimits,
-        must_value: bool = False,
-        vocabulary: int = 1 << 31,
+        needs_reward: bool = False,
+        num_token_ids: int = 1 << 31,
         max_agents: int | None = None,
     ) -> None:
         self.chat = chat
         self.tries = EpisodeTries(pool, limits)
-        self.must_value = must_value
-        self.vocabulary = vocabulary
+        self.needs_reward = needs_reward
+        self.num_token_ids = num_token_ids
         self.several_turns = limits.max_turns > 1
         self._room = asyncio.Semaphore(max_agents) if max_agents else None
         # Number of episodes that have rows, and number of their rows.
@@ -79,7 +79,7 @@ class AgentPlayer(Player):
         if room is None:
             return await AgentCall(self, episode, policy).play()
         await room.acquire()
-        episode.began = asyncio.get_running_loop().time()
+        episode.began = asyncio.get_running_loop().time()  # The time budget does not count the wait for a place.
         pool = self.tries.pool
         try:
             return await AgentCall(self, episode, policy).play()
@@ -182,7 +182,7 @@ class AgentCall:
             turn = self._pending.pop(number, None)
             if turn is None or not isinstance(turn.answer, Completion) or length > len(turn.answer.tokens):
                 raise DataError("the agent's process kept a turn that it never got")
-            parent = conversation.add_context(turn.ask.tokens, self._parent(turn.ask))
+            parent = conversation.add_context(turn.ask.tokens, self._find_parent(turn.ask))
             self._nodes[number] = conversation.add_turn(turn.answer.shorten(length), parent)
             conversation.messages += turn.ask.messages
             self._episode.opening = self._episode.opening or len(conversation.messages)
@@ -193,11 +193,11 @@ class AgentCall:
         """Sample the turns that the agent asks for, within the budgets."""
         episode = self._episode
         for ask in asks:
-            parent = self._parent(ask)
+            parent = self._find_parent(ask)
             tokens = ask.tokens if parent is None else episode.conversation.tokens(parent) + ask.tokens
             if not tokens:
                 raise DataError("the agent asked for a turn, and its messages have no text: a prompt needs a token")
-            if not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < self._player.vocabulary:
+            if not 0 <= min(ask.tokens, default=0) <= max(ask.tokens, default=0) < self._player.num_token_ids:
                 raise DataError("the agent's process asked for a turn after ids that are no tokens")
             now = asyncio.get_running_loop().time()
             turn = PendingTurn(ask, episode.used_up(self._call.turns, len(tokens), now), now)
@@ -212,7 +212,7 @@ class AgentCall:
                 request = replace(request, max_new_tokens=min(request.max_new_tokens, ask.max_tokens))
             self._call.sample(turn, request)
 
-    def _parent(self, ask: AgentAsk) -> int | None:
+    def _find_parent(self, ask: AgentAsk) -> int | None:
         if ask.after is None:
             return None
         if ask.after not in self._nodes:
@@ -224,9 +224,9 @@ class AgentCall:
         answers = [(number, _agent_answer(self._pending[number])) for number in self._ready]
         self._ready = []
         if answers or not self._call.has_action:
-            waits = self._call.num_sampling > 0
-            pool = self._player.tries.pool
-            self._call.act(pool.resume_agent(self._episode.start.id, answers, waits=waits), waits=not waits)
+            is_sampling = self._call.num_sampling > 0  # Time then does not count as the environment's.
+            action = self._player.tries.pool.resume_agent(self._episode.start.id, answers, waits=is_sampling)
+            self._call.act(action, waits=not is_sampling)
 
     def _take_counts(self, message: AgentEnded) -> None:
         """Add the counts of the agent's session to the episode."""
@@ -249,7 +249,7 @@ class AgentCall:
             if episode.ending != "done":
                 raise DataError(f"the agent's first prompt met a budget ({episode.ending}): nothing was sampled")
             raise DataError(f"the agent ended without a turn: {KEY_HINT}")
-        if message.reward is None and self._player.must_value:
+        if message.reward is None and self._player.needs_reward:
             if message.raised:
                 raise DataError(
                     f"a budget was used up ({episode.ending}), and the agent then failed: {message.raised}; catch the "

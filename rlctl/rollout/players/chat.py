@@ -76,7 +76,9 @@ class ChatPlayer(Player):
         opening: Sequence[Message],
         tell: Callable[[Message], None],
     ) -> None:
-        self._limits = EpisodeLimits(MAX_CALLS, max_length, float("inf"), 0, "keep")
+        self._limits = EpisodeLimits(
+            max_turns=MAX_CALLS, max_length=max_length, timeout_s=float("inf"), max_retries=0, history="keep"
+        )
         self._schemas = tools.contract.tools if tools else []
         self._opening = list(opening)
         tries = EpisodeTries(tools.pool, self._limits) if tools else None
@@ -92,6 +94,7 @@ class ChatPlayer(Player):
 
     async def play(self, start: RolloutStart, policy: Policy) -> Rollout:
         conversation = self._conversation
+        # The budget counts the turns of the whole conversation, so add those of earlier answers.
         limits = replace(self._limits, max_turns=conversation.turns + self._limits.max_turns)
         episode = EpisodeState(start, limits, conversation, self._leaf)
         messages: list[Message] = [] if conversation.turns else list(self._opening)
@@ -171,7 +174,7 @@ class Talk:
         """
         start = RolloutStart(
             id=self._id,
-            task=Task("talk", [], text, None),
+            task=Task(id="talk", tokens=[], text=text, answer=None),
             max_new_tokens=self._limits.max_new_tokens,
             temperature=self._limits.temperature,
             seed=self._limits.seed,

@@ -1,4 +1,4 @@
-"""State of one episode, over all of its tries: its conversation, its counts and its budgets."""
+"""State of one episode: its budgets, the conversation of its current try, and its counts over all tries."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -28,9 +28,9 @@ from rlctl.rollout.types import Ending, Rollout, RolloutStart
 class FunctionPlayer(Player):
     """Plays rollouts by calls of the pool's rollout function, see environments/rollout_function.py.
 
-    Deadlines, retries, budgets and aborts are those of an episode. must_value: the function must return a reward, since
-    the config has none. vocabulary: number of the model's token ids. The tokenizer may have fewer; the model samples
-    the others too.
+    Deadlines, retries, budgets and aborts are those of an episode. needs_reward: the function must return a reward,
+    because the config has no reward functions. num_token_ids: number of the model's token ids. The tokenizer may have
+    fewer; the model samples the others too.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class FunctionPlayer(Player):
         pool: EnvironmentPool,
         chat: Chat,
         limits: EpisodeLimits,
-        must_value: bool = False,
-        vocabulary: int = 1 << 31,
+        needs_reward: bool = False,
+        num_token_ids: int = 1 << 31,
     ) -> None:
         self.chat = chat
         self.tries = EpisodeTries(pool, limits)
-        self.must_value = must_value
-        self.vocabulary = vocabulary
+        self.needs_reward = needs_reward
+        self.num_token_ids = num_token_ids
         self.several_turns = limits.max_turns > 1
 
     @property
@@ -121,19 +121,19 @@ class FunctionCall:
         """Return the reward that the function returned. Raises DataError if it may not be None and is."""
         if not self._episode.conversation.turns:
             raise DataError("the rollout function returned without a sample")
-        if reward is None and self._player.must_value:
+        if reward is None and self._player.needs_reward:
             raise DataError("the rollout function returned None, and rewards is empty: nothing values the rollout")
         return reward
 
     def _sample_prompts(self, message: FunctionWaits) -> None:
         """Sample a turn after each of the function's prompts, within the budgets."""
         episode = self._episode
-        vocabulary = self._player.vocabulary
+        num_token_ids = self._player.num_token_ids
         if message.asks_again:
             raise DataError(f"the rollout function sampled again after {episode.ending}: three empty lists had come")
         if not all(message.samples):
             raise DataError("the rollout function sampled after an empty list: a prompt needs a token")
-        if any(not 0 <= min(tokens) <= max(tokens) < vocabulary for tokens in message.samples):
+        if any(not 0 <= min(tokens) <= max(tokens) < num_token_ids for tokens in message.samples):
             raise DataError("the rollout function sampled after ids that are no tokens")
         now = asyncio.get_running_loop().time()
         for tokens in message.samples:
@@ -152,11 +152,12 @@ class FunctionCall:
                 break
             answers.append(_function_answer(sample.answer))
         self._sent += len(answers)
-        waits = self._sent < len(self._samples)
+        # True while engines sample an answer for the function. Time then does not count as the environment's.
+        is_sampling = self._sent < len(self._samples)
         # A function with several branches may ask at any time; one with a single branch asks only after its answer.
-        if answers or (not self._call.has_action and (self._side_by_side or not waits)):
+        if answers or (not self._call.has_action and (self._side_by_side or not is_sampling)):
             pool = self._player.tries.pool
-            self._call.act(pool.resume(self._episode.start.id, answers, waits=waits), waits=not waits)
+            self._call.act(pool.resume(self._episode.start.id, answers, waits=is_sampling), waits=not is_sampling)
 
     def _attach(self, sample: FunctionSample) -> None:
         """Add a sample to the tree, below the longest path whose tokens its prompt begins with."""
@@ -165,6 +166,7 @@ class FunctionCall:
         answer = sample.answer
         chat = self._player.chat
         if not isinstance(answer, Completion):
+            # A budget was used up. The first one that the function met is the episode's ending.
             if answer and episode.ending == "done":
                 episode.ending = answer
             return

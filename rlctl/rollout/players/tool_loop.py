@@ -85,6 +85,7 @@ class ToolLoop:
         episode.added = []
         conversation.messages += added
         if episode.leaf < 0:
+            # The first prompt: no turn was sampled yet.
             episode.leaf = conversation.add_context(self._render_conversation(episode, tools), None)
             self.note_unwritten(episode, len(self.trials.find_roles(chat, added, tools)))
             return conversation.tokens(episode.leaf)
@@ -95,6 +96,7 @@ class ToolLoop:
         if episode.limits.history == "strip":
             rendered = self._render_conversation(episode, tools)
             if rendered != tokens:
+                # The template has rewritten earlier turns: begin a new branch, which is another training row.
                 episode.leaf = conversation.add_context(rendered, None)
                 return rendered
         episode.leaf = conversation.add_context(link, episode.leaf)

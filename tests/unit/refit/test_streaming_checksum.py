@@ -18,7 +18,7 @@ def test_every_refit_has_the_checksums_of_what_lies_there_then() -> None:
             tensor.normal_()
         sums.start(len(checked))
         sums.queue(checked[:1], items.__getitem__, slot=0)
-        sums.queue_unmoved({number: items[number] for number in checked[1:]}, DeviceStream(CPU).mark())
+        sums.queue_lasting({number: items[number] for number in checked[1:]}, DeviceStream(CPU).mark())
         assert sums.values() == {number: checksum(items[number]) for number in checked}
 
 

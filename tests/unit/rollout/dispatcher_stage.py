@@ -42,7 +42,7 @@ class Stage:
         refit: Any = FakeRefit(lambda: "", lambda: None)
         self.pool.connect(refit)
         self.pool.sync(0)
-        self.dispatcher = RolloutDispatcher(self.pool, RUN, self.emit, self.events, together=together)
+        self.dispatcher = RolloutDispatcher(self.pool, RUN, self.emit, self.events, waits_for_all=together)
         self.dispatcher.restarted = self.note_restarted
         self.runner = RolloutRunner(SingleTurnPlayer(), self.dispatcher)
         self.tasks: dict[RequestId, Any] = {}

@@ -80,6 +80,7 @@ class NextTokens:
         if not continuing:
             return self._vllm_schedule(throttle_prefills)
         names, new_blocks, computed, sampled = self._advance_requests(continuing)
+        # The continuing requests use this part of the step's budget.
         scheduler.max_num_scheduled_tokens -= len(names)
         try:
             step = self._vllm_schedule(throttle_prefills)
@@ -109,6 +110,7 @@ class NextTokens:
             computed = request.num_computed_tokens
             placeholders = request.num_output_placeholders
             uncomputed = len(request._all_token_ids) + placeholders - computed
+            # Any request that needs more than its next token is left to vLLM's scheduler, with all others.
             if uncomputed != 1 or request.is_prefill_chunk:
                 return []
             if previous_names is not None and request.request_id not in previous_names:
@@ -184,7 +186,8 @@ class NextTokens:
             request = requests.get(name)
             row_number = row_numbers[name]
             new_tokens = token_rows[row_number]
-            if request is None or len(new_tokens) != 1 or not self._goes_on(request, new_tokens[0], max_length):
+            if request is None or len(new_tokens) != 1 or not self._needs_another(request, new_tokens[0], max_length):
+                # vLLM's `update_from_output` handles this request.
                 left_to_vllm[name] = count
                 continue
             (token,) = new_tokens
@@ -208,7 +211,7 @@ class NextTokens:
         scheduled.num_scheduled_tokens = left_to_vllm
         return scheduled
 
-    def _goes_on(self, request: Any, token: int, max_length: int) -> bool:
+    def _needs_another(self, request: Any, token: int, max_length: int) -> bool:
         """Return True if a request runs, has sampled a token already, and will sample another one after `token`."""
         params = request.sampling_params
         return (

@@ -8,7 +8,7 @@ need exists.
 from collections.abc import Callable, Iterable
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.fast.next_token import NextTokens
@@ -107,6 +107,7 @@ def _missing_of_requests() -> list[str]:
     from vllm.v1.request import Request
 
     available = {*dir(Request), *Request.__init__.__code__.co_names}
+    # An attribute that `__init__` sets is among the names in its code.
     lacking = [name for name in REQUEST if name not in available]
     lacking += ["/".join(names) for names in EITHER if not available.intersection(names)]
     return [f"Request.{name}" for name in lacking]
@@ -114,25 +115,34 @@ def _missing_of_requests() -> list[str]:
 
 def refuse_what_is_not_honoured(params: Any) -> None:
     """Raise ValueError for a sampling parameter that shortened steps would ignore. params: `SamplingParams`."""
-    names, read_values, fixed_values = _fixed_parameters()
-    values = read_values(params)
-    if values == fixed_values:
+    fixed_parameters = _find_fixed_parameters()
+    values = fixed_parameters.read(params)
+    if values == fixed_parameters.values:
         return
-    for name, requested, fixed in zip(names, values, fixed_values):
+    for name, requested, fixed in zip(fixed_parameters.names, values, fixed_parameters.values):
         if requested != fixed:
             raise ValueError(
                 f"{name}={requested!r} is not honoured by shortened steps; generation.engine.fast_path=off honours it"
             )
 
 
+class _FixedParameters(NamedTuple):
+    """Sampling parameters that have the same value in every request of rlctl."""
+
+    names: list[str]
+    # Returns the values of these parameters, given a request's `SamplingParams`.
+    read: Callable[[Any], Any]
+    # Fixed values, in the order of the names.
+    values: Any
+
+
 @cache
-def _fixed_parameters() -> tuple[list[str], Callable[[Any], Any], Any]:
-    """Return three values: the names of sampling parameters with a fixed value, a function that reads these parameters
-    of a request, and their fixed values."""
+def _find_fixed_parameters() -> _FixedParameters:
+    """Return all parameters of vLLM that are not in `HONOURED`. Those not in `FIXED` have vLLM's default."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     names = [name for name in SamplingParams.__struct_fields__ if name not in HONOURED and not name.startswith("_")]
-    read_values = attrgetter(*names)
+    read = attrgetter(*names)
     fixed = {**FIXED, "output_kind": RequestOutputKind[FIXED["output_kind"]]}
-    return names, read_values, read_values(SamplingParams(**fixed))
+    return _FixedParameters(names, read, read(SamplingParams(**fixed)))
