@@ -279,6 +279,7 @@ def engine_findings(
                 sent=engine.sent,
                 required=trainer.refit_names,
                 has_same_answers=has_same_answers,
+                adapts=trainer.adapts,
             )
             yield judge_served(served, chosen)
             if chosen.mode != "direct" or trainer.adapts:

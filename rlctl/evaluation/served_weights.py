@@ -128,28 +128,27 @@ class Served(NamedTuple):
     required: Collection[str]
     # True if the answers before and after have bitwise equal tokens and log-probs.
     has_same_answers: bool
+    # True if the refits send adapters: the engine's parameters are frozen, and adapters are buffers beside them.
+    adapts: bool = False
 
 
 def judge_served(served: Served, chosen: LoadMode) -> Finding:
     """Judge an engine after a refit with changed weights and a refit with the first weights again.
 
     Every parameter of the engine must have changed and then returned. Parameters are compared and not the folder's
-    tensors, because an engine may fuse several tensors into one parameter.
+    tensors, because an engine may fuse several tensors into one parameter. With adapters no parameter may change, and
+    some buffer must: each refit compares every live A and B by itself.
     """
     before = served.before
     changed = [name for name in before if before[name] != served.between.get(name)]
     unrestored = [name for name in before if before[name] != served.after.get(name)]
-    # A name with a word in brackets is no parameter. It must change only if it is a buffer that the refit sends: an
-    # engine computes other such tensors itself.
-    unchanged = []
-    for name in set(before) - set(changed):
-        tensor_name = _tensor_name(name)
-        if not name.endswith(")") or tensor_name.removesuffix(" (buffer)") in served.sent:
-            unchanged.append(tensor_name)
+    unchanged = [] if served.adapts else _find_unchanged(served, changed)
+    thawed = [name for name in changed if served.adapts and _is_parameter(name)]
     unsent = sorted(set(served.required) - set(served.sent))
     text = f"{len(served.sent)} tensors sent, twice, {chosen.mode} ({chosen.why}): "
     text += f"first other values changed {len(changed)} of the engine's {len(before)}"
     text += f", but not {min(unchanged)}" if unchanged else ""
+    text += f", also {_tensor_name(thawed[0])}, which is frozen" if thawed else ""
     text += f"; then {len(before) - len(unrestored)} were bit for bit those of the start"
     text += f", but not {_tensor_name(unrestored[0])}" if unrestored else ""
     text += ", and answers too" if served.has_same_answers else "; answers were not"
@@ -157,8 +156,28 @@ def judge_served(served: Served, chosen: LoadMode) -> Finding:
         further = f" and {len(unsent) - 1} more" if unsent[1:] else ""
         text = f"{unsent[0]}{further} of the model's {len(served.required)} tensors not sent"
         text += ": engines would serve others"
-    holds = bool(changed) and not unrestored and not unchanged and not unsent and served.has_same_answers
+    is_complete = bool(changed) and not unchanged and not unsent
+    holds = is_complete and not thawed and not unrestored and served.has_same_answers
     return Finding("served = sent", text, holds, {"tensors": len(before), "changed": len(changed)})
+
+
+def _find_unchanged(served: Served, changed: list[str]) -> list[str]:
+    """Return the names of the tensors that should have changed and did not.
+
+    A tensor that is no parameter must change only if it is a buffer that the refit sends: an engine computes other such
+    tensors itself.
+    """
+    unchanged = []
+    for name in set(served.before) - set(changed):
+        tensor_name = _tensor_name(name)
+        if _is_parameter(name) or tensor_name.removesuffix(" (buffer)") in served.sent:
+            unchanged.append(tensor_name)
+    return unchanged
+
+
+def _is_parameter(name: str) -> bool:
+    """Return True for a parameter's name: the names of other tensors end with a word in brackets."""
+    return not name.endswith(")")
 
 
 def _tensor_name(name: str) -> str:

@@ -57,6 +57,17 @@ def test_a_tensor_that_an_engine_made_by_itself_may_stay_as_it_is() -> None:
     assert judge_served(make_served(before=before, between=BETWEEN | own_tensors, after=before), STAGED).holds
 
 
+def test_adapters_change_buffers_and_leave_the_frozen_parameters_as_they_are() -> None:
+    adapters = {"0: layer.rl_lora_a (buffer)": 4, "0: layer.rl_lora_b (buffer)": 5}
+    before = BEFORE | adapters
+    changed = before | dict.fromkeys(adapters, 6)
+    served = make_served(before=before, between=changed, after=before, adapts=True)
+    assert judge_served(served, STAGED).holds
+    assert judge_served(served._replace(between=before), STAGED).holds is False
+    finding = judge_served(served._replace(between=changed | {"0: layer.fused": 9}), STAGED)
+    assert finding.holds is False and "also layer.fused, which is frozen" in finding.text
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_that_an_update_leaves_alone_have_other_values_until_it_is_undone(dtype: str) -> None:
     moved = torch.full((8,), 1.0)
