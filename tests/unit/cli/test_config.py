@@ -25,6 +25,7 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
     assert config["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
     sections += ["placement", "health", "environment", "rollout", "agent", "lora"]
+    sections += ["reference", "teacher", "teachers", "teacher_key"]
     assert set(config) == {"kind", "rewards", "telemetry", *sections}
 
 
