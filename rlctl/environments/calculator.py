@@ -89,10 +89,14 @@ def _evaluate(node: ast.AST) -> float:
 
 
 def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Expressions whose first number is a multiple of 5 come only with `held_out`."""
+    """Yield random rows without end. Held-out rows and training rows have no expression in common.
+
+    held_out: yield only expressions whose first number is a multiple of 5. False yields only the others.
+    """
     draw = random.Random(seed)
     while True:
         numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 3))]
-        if (numbers[0] % 5 == 0) == held_out:
-            rest = (f" {draw.choice('+-*')} {number}" for number in numbers[1:])
-            yield {"expression": f"{numbers[0]}{''.join(rest)}"}
+        is_held_out = numbers[0] % 5 == 0
+        if is_held_out == held_out:
+            further_terms = (f" {draw.choice('+-*')} {number}" for number in numbers[1:])
+            yield {"expression": f"{numbers[0]}{''.join(further_terms)}"}

@@ -55,7 +55,8 @@ class _Child:
         self._episodes: dict[int, AnyEpisode] = {}
         self._loop = CoroutineLoop()
 
-    def work(self) -> None:
+    def serve(self) -> None:
+        """Send the contracts, then hand each action to its episode until the driver closes the connection."""
         requests = self._connection.makefile("rb")
         self._send(asdict(ProcessStarted(self._pid, os.getppid())))
         specs: dict[str, EnvironmentSpec] = pickle.load(requests)
@@ -66,9 +67,9 @@ class _Child:
                 request: ActionRequest = pickle.load(requests)
             except (EOFError, OSError):
                 return
-            self._act(request)
+            self._hand_over(request)
 
-    def _act(self, request: ActionRequest) -> None:
+    def _hand_over(self, request: ActionRequest) -> None:
         """Hand an action to its episode. The episode sends the reply itself when the action ends."""
         if isinstance(request.message, OpeningMessage):
             try:
@@ -100,14 +101,17 @@ class _Child:
             environment = load_object(name)
         except AttributeError as error:
             problem = import_error(error, __file__)
+            # The module itself lacks the named object. Any other AttributeError is one of the user's code.
             if error.name and name.endswith(f":{error.name}"):
                 problem = f"{name.rpartition(':')[0]} has no {error.name}"
             return _unusable_contract(name, problem)
         except BaseException as error:  # any error of the user's module at import
             return _unusable_contract(name, import_error(error, __file__))
-        is_function = inspect.isfunction(environment) if spec.is_function is None else spec.is_function
-        if spec.is_function is None and is_function and is_agent(environment):
-            return self._load_agent(key, name, AgentSpec())
+        is_function = spec.is_function
+        if is_function is None:
+            is_function = inspect.isfunction(environment)
+            if is_function and is_agent(environment):
+                return self._load_agent(key, name, AgentSpec())
         contract = read_function(environment) if is_function else read_contract(environment, spec.args)
         if contract.problems:
             return contract
@@ -126,6 +130,7 @@ class _Child:
         )
         if not rewards:
             return contract
+        # The reward functions value the episodes, so the class needs no `get_reward`.
         notes = [note for note in contract.notes if not note.startswith(NO_REWARD)]
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
@@ -189,7 +194,7 @@ def _environment_rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, C
         module, _, attribute = name.rpartition(":")
         with contextlib.suppress(Exception, SystemExit):
             if module == spec.name.rpartition(":")[0]:
-                # The reward is in the environment's own file. A second import would give it other globals.
+                # The reward is in the environment's own file. A second import of that file would have other globals.
                 function = getattr(sys.modules[environment.__module__], attribute)
             else:
                 function = load_object(name)
@@ -209,7 +214,7 @@ def work(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     seeding.install()
-    _Child(connection).work()
+    _Child(connection).serve()
 
 
 if __name__ == "__main__":

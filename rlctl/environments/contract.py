@@ -80,6 +80,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
             tools.append(tool_schema(method))
         except SchemaError as error:
             hint = _reserved_name_hint(name, members)
+            # A misspelt `reset` or `step` is probably not meant as a tool, so one problem and the hint are enough.
             tool_problems = error.args[:1] if hint else error.args
             problems += [f"tool {name}: {problem}{hint}" for problem in tool_problems]
             continue

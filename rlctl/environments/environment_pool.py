@@ -66,8 +66,8 @@ MAX_PROCESSES = 4
 # Seconds between two measurements of all processes' memory. Every fifth one includes their child processes.
 _MEMORY_EVERY_S = 0.2
 # Consequences of an environment's failure and of a tool's error, as the log states them.
-_THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
-_TOOL_ERROR_THEN = "the model reads the error, and the episode goes on"
+_RETRIED = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
+_READ_BY_MODEL = "the model reads the error, and the episode goes on"
 POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
@@ -117,10 +117,10 @@ class EnvironmentPool:
         addresses = [reached_at(spec.agent.bind) for spec in specs.values() if spec.agent]
         # Copied, because Ray changes this process's variables when it starts, and the pool may start a process then.
         self._variables = {**os.environ, **past_proxies(os.environ, *addresses)}
-        self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
+        self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _RETRIED)
         # Warns of the first error of each cause. The model reads the error, so that its episode goes on.
         self.tool_errors = FailureLog(
-            "tool", logs / "tool-errors.log" if logs else None, emit, _TOOL_ERROR_THEN, TOOL_RAISED.name
+            "tool", logs / "tool-errors.log" if logs else None, emit, _READ_BY_MODEL, TOOL_RAISED.name
         )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Event loop of the pool. Rollouts run on it too, see `rollout.runner`.
@@ -216,7 +216,7 @@ class EnvironmentPool:
         return self._submit(self._send_action(episode, RewardEpisode(columns and dict(columns)), check_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
-        """End an episode: call its instance's `close`, if it has one. The future is done once no code of it runs.
+        """End an episode: call its instance's `close`, if any. The future is done once no code of the episode runs.
 
         If a failure ended the episode, the future waits until the episode has left its process. After `shutdown` the
         future is done at once.
@@ -260,7 +260,7 @@ class EnvironmentPool:
 
     async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
         key = self.key_of(row)
-        if key not in [*self._specs]:
+        if key not in [*self._specs]:  # a list, because the row's value may be of a type without a hash
             names = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {names}", repr(key))
             return self._count_failure(str(key), failure)
@@ -340,7 +340,7 @@ class EnvironmentPool:
                 value = check_value(outcome)
                 if not isinstance(message, OpeningMessage):
                     placed.has_acted = True
-                elif isinstance(value, AgentEnded | FunctionEnded):
+                elif isinstance(value, AgentEnded | FunctionEnded):  # the process may be the cause
                     self._note_failure(placed, EnvironmentFailure("contract", "it ended without a turn"))
                 return value
             outcome = EnvironmentFailure("contract", f"its process answered a {message.kind} with something else")
@@ -362,8 +362,8 @@ class EnvironmentPool:
         process.failed_seeds.append(placed.seed)
         fails_in_a_row = len(process.failed_seeds) >= FAILURES_IN_A_ROW and len(set(process.failed_seeds)) > 1
         # If no episode of the pool succeeded since this process started, a new process would fail too.
-        others_succeed = self._successes > process.successes_before
-        if process.has_ended or process.retired or not (failure.lasting or (fails_in_a_row and others_succeed)):
+        is_damaged = failure.lasting or (fails_in_a_row and self._successes > process.successes_before)
+        if not is_damaged or process.has_ended or process.retired:
             return
         process.retired = EnvironmentFailure("died", "its process was damaged", str(failure))
         reason = "it is damaged" if failure.lasting else f"{FAILURES_IN_A_ROW} tries in a row failed in it"
@@ -408,6 +408,7 @@ class EnvironmentPool:
         if process.has_ended or (process.retired and not process.episodes):
             await process.stop(process.retired or HUNG)
         elif isinstance(outcome, EnvironmentFailure) and process.retired == HUNG:
+            # The close hangs. Code of the episode may run until its process ends.
             await process.is_over.wait()
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 

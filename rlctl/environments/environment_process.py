@@ -71,10 +71,12 @@ class EnvironmentProcess:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         # Numbers of the actions past their deadlines, whose replies are dropped.
         self._given_up: set[int] = set()
+        # Task that ends the process or waits for its end; at most one.
         self._ending: asyncio.Task[Any] | None = None
         # Process ids of the child process itself and of its inner supervisor.
-        self._worker: int | None = None
-        self._supervisor: int | None = None
+        self._worker_pid: int | None = None
+        self._supervisor_pid: int | None = None
+        # First reason why the process ended, with which unanswered actions fail.
         self._reason: EnvironmentFailure | None = None
         # Numbers of the episodes that are in the process.
         self.episodes: set[int] = set()
@@ -109,15 +111,15 @@ class EnvironmentProcess:
             connection = await self._launched
         except OSError as error:  # no memory, no file descriptor, no process left
             failure = EnvironmentFailure("died", "no process could be started", str(error))
-            self._fail(failure)
+            self._fail_actions(failure)
             return failure
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=MAX_REPLY)
         self._writer.write(pickle.dumps(self._specs))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 started = ProcessStarted(**await _next_message(reader))
-                self._worker = int(started.pid)
-                self._supervisor = int(started.supervisor)
+                self._worker_pid = int(started.pid)
+                self._supervisor_pid = int(started.supervisor)
                 fields = (await _next_message(reader))["contracts"]
                 contracts = {key: EnvironmentContract(**fields[key]) for key in self._specs}
         except TimeoutError:
@@ -160,14 +162,15 @@ class EnvironmentProcess:
             return EnvironmentFailure("timeout", f"{message.kind} took longer than {timeout_s:g} s")
         finally:
             del self._waiting[action]
+            # Not answered in time, or the caller was cancelled: the reply may come later.
             if not outcome.done() or outcome.cancelled():
                 self._given_up.add(action)
 
     async def check_memory(self, deep: bool) -> None:
         """End the process if it uses too much memory. deep: include the memory of its child processes."""
-        if self._worker is None or self.has_ended:
+        if self._worker_pid is None or self.has_ended:
             return
-        used_bytes = _resident_bytes(self._worker, deep)
+        used_bytes = _resident_bytes(self._worker_pid, deep)
         if used_bytes > self._memory_bytes:
             bound = f"{self._memory_bytes >> 20:,} MiB"
             used = f"{used_bytes >> 20:,} MiB in a process of {len(self.episodes)} episodes"
@@ -176,19 +179,20 @@ class EnvironmentProcess:
 
     async def stop(self, reason: EnvironmentFailure) -> None:
         """End the process. Unanswered actions fail for this reason."""
-        self._fail(reason)
-        await asyncio.wait([self._launched])
+        self._fail_actions(reason)
+        await asyncio.wait([self._launched])  # a process that still starts can only be ended after its start
         if self._ending is None:
             self._ending = self._spawn(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)
-        if self._supervisor is not None and not self.is_over.is_set():
+        if self._supervisor_pid is not None and not self.is_over.is_set():
             # If the outer supervisor was killed, the inner one ends every process that the child started.
-            await asyncio.to_thread(_wait_for_end, self._supervisor)
+            await asyncio.to_thread(_wait_for_end, self._supervisor_pid)
         self.is_over.set()
         if self._writer is not None:
             self._writer.close()
 
-    def _fail(self, reason: EnvironmentFailure) -> None:
+    def _fail_actions(self, reason: EnvironmentFailure) -> None:
+        """Note that the process has ended, and answer its waiting actions with the first reason that was given."""
         self.has_ended = True
         self._reason = self._reason or reason
         for outcome in self._waiting.values():

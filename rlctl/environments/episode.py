@@ -41,7 +41,7 @@ from rlctl.workers.user_logs import MAX_CAUSES
 
 # Causes of failures whose traceback this process has sent.
 _traced_causes: set[str] = set()
-# Most characters of all tool results of an action together.
+# Most characters of the tools' answers in one action, all answers added up.
 MAX_TEXT = 1 << 18
 _TEXT_CUT = "... [cut: a tool may answer with {} characters]"
 # Sends (number of an action, its value or EnvironmentFailure) to the driver.
@@ -65,8 +65,8 @@ class OpenAction:
         """True while an action waits for its answer."""
         return self._number is not None
 
-    def open(self, number: int) -> None:
-        """Keep an action to answer it later."""
+    def keep(self, number: int) -> None:
+        """Keep an action open, to answer it later. number: the action's number."""
         self._number = number
 
     def answer(self, value: Any) -> None:
@@ -77,13 +77,13 @@ class OpenAction:
         self._number = None
         self._reply(number, value)
 
-    def contain(self, work: Callable[[], None]) -> None:
+    def run_part(self, part: Callable[[], None]) -> None:
         """Run a part of an action. If the part raises, answer the action with a failure.
 
         Otherwise the event loop would swallow the exception, and the driver would wait for the answer without end.
         """
         try:
-            work()
+            part()
         except Exception as error:
             if self.is_open:
                 cause = f"{self._subject} failed with {type(error).__name__}"
@@ -128,6 +128,7 @@ class Episode(threading.Thread):
         while not is_closed:
             action, message = self._actions.get()
             is_closed = isinstance(message, CloseEpisode)
+            # Any method will do: a failure's place is looked for in the whole file of the environment.
             code = getattr(self._class, "reset", self._class)
             self._reply(action, run_action(message.kind, partial(self._action_value, message), code, __file__))
 
@@ -178,36 +179,37 @@ class Episode(threading.Thread):
 
         First the plain methods run one after another, then all async methods concurrently.
         """
+        # For each call its result, its exception, or the coroutine of an async method.
         outcomes = [self._call_tool(name, arguments) for name, arguments in calls]
-        waiting = [index for index, outcome in enumerate(outcomes) if inspect.iscoroutine(outcome)]
-        if waiting:
-            coroutines = [seeding.await_using(self._generator, outcomes[index]) for index in waiting]
-            for index, outcome in zip(waiting, self._loop.gather(coroutines), strict=True):
+        async_indices = [index for index, outcome in enumerate(outcomes) if inspect.iscoroutine(outcome)]
+        if async_indices:
+            coroutines = [seeding.await_using(self._generator, outcomes[index]) for index in async_indices]
+            for index, outcome in zip(async_indices, self._loop.gather(coroutines), strict=True):
                 outcomes[index] = outcome
         characters_left = MAX_TEXT
-        results = list[ToolAnswer]()
-        raised = dict[str, EnvironmentFailure]()
+        answers = list[ToolAnswer]()
+        first_failures = dict[str, EnvironmentFailure]()
         for (name, _), outcome in zip(calls, outcomes, strict=True):
-            # MemoryError, SystemExit and KeyboardInterrupt end the episode. The model reads any other exception.
-            if isinstance(outcome, BaseException) and (
-                isinstance(outcome, MemoryError) or not isinstance(outcome, Exception)
-            ):
-                raise outcome
-            failure = None
-            if isinstance(outcome, Exception):
+            failed = isinstance(outcome, BaseException)
+            cause = ""
+            if failed:
+                # MemoryError, SystemExit and KeyboardInterrupt end the episode. The model reads any other exception.
+                if isinstance(outcome, MemoryError) or not isinstance(outcome, Exception):
+                    raise outcome
                 text = f"Error: {_tool_error_text(outcome)}"
-                failure = self._note_raised(name, outcome)
+                failure = self._describe_raised(name, outcome)
+                if failure is not None:
+                    cause = failure.cause
+                    first_failures.setdefault(cause, failure)
             else:
                 text = tool_text(outcome)
-            if failure is not None:
-                raised.setdefault(failure.cause, failure)
             if len(text) > characters_left:
                 text = text[:characters_left] + _TEXT_CUT.format(f"{MAX_TEXT:,}")
             characters_left -= min(characters_left, len(text))
-            results.append(ToolAnswer(text, isinstance(outcome, Exception), failure.cause if failure else ""))
-        return ToolsCalled(results, list(raised.values()))
+            answers.append(ToolAnswer(text=text, failed=failed, cause=cause))
+        return ToolsCalled(answers, list(first_failures.values()))
 
-    def _note_raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
+    def _describe_raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
         """Return a failure that describes an exception of a tool's code, with the traceback if its cause is new.
 
         Return None if the tool's code did not run: the tool is unknown, or does not take the arguments.

@@ -31,7 +31,7 @@ class TriedFunction:
 
 def try_function(
     pool: EnvironmentPool,
-    call: Hashable,
+    episode: Hashable,
     task: Mapping[str, Any],
     seed: int,
     answers: Sequence[list[int]],
@@ -39,11 +39,11 @@ def try_function(
 ) -> TriedFunction:
     """Call the pool's rollout function once. An error of the function is the result's `failure`, and is not raised.
 
-    call: name of the episode in the pool. task: fields of `PlayTask`. answers: tokens of each answer; after the last
+    episode: its name in the pool. task: fields of `PlayTask`. answers: tokens of each answer; after the last
     one, the first is used again. most_samples: number of samples that get an answer.
     """
     tried = TriedFunction()
-    message = pool.begin(call, task, seed).result()
+    message = pool.begin(episode, task, seed).result()
     while isinstance(message, FunctionWaits):
         if message.asks_again:
             message = EnvironmentFailure("contract", "sampled again after a budget was used up: return on empty lists")
@@ -56,9 +56,11 @@ def try_function(
             sample_index = len(tried.samples)
             tokens = answers[sample_index % len(answers)] if sample_index < most_samples else []
             tried.samples.append((len(prompt), len(tokens)))
-            turns.append(Sampled(tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
-        message = pool.resume(call, turns, waits=False).result()
-    pool.close(call).result()
+            log_probs = [-1.0] * len(tokens)
+            versions = [0] * len(tokens)
+            turns.append(Sampled(tokens, log_probs, versions) if tokens else None)
+        message = pool.resume(episode, turns, waits=False).result()
+    pool.close(episode).result()
     if isinstance(message, EnvironmentFailure):
         tried.failure = message
     elif not tried.samples:
@@ -69,24 +71,24 @@ def try_function(
 
 
 def try_agent(
-    pool: EnvironmentPool, call: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most_turns: int
+    pool: EnvironmentPool, episode: Hashable, task: Mapping[str, Any], seed: int, answer: list[int], most_turns: int
 ) -> TriedFunction:
     """Run the pool's agent once. An error of the agent is the result's `failure`, and is not raised.
 
-    call: name of the episode in the pool. task: fields of `AgentTask`. answer: tokens of every turn. most_turns: number
-    of turns that the agent gets.
+    episode: its name in the pool. task: fields of `AgentTask`. answer: tokens of every turn. most_turns: number of
+    turns that the agent gets.
     """
     tried = TriedFunction()
-    turn = AgentTurn(answer, [-1.0] * len(answer), "stop")
-    message = pool.begin_agent(call, task, seed).result()
+    turn = AgentTurn(answer, log_probs=[-1.0] * len(answer), finish="stop")
+    message = pool.begin_agent(episode, task, seed).result()
     while isinstance(message, AgentWaits):
         answers: list[tuple[int, AgentAnswer]] = []
         for ask in message.asks:
             answers.append((ask.number, turn if len(tried.samples) < most_turns else "max_turns"))
             tried.samples.append((len(ask.tokens), len(answer)))
             tried.prompt = tried.prompt or ask.tokens
-        message = pool.resume_agent(call, answers, waits=False).result()
-    pool.close(call).result()
+        message = pool.resume_agent(episode, answers, waits=False).result()
+    pool.close(episode).result()
     tried.failure = _agent_failure(message, bool(tried.samples))
     if isinstance(message, AgentEnded):
         tried.unwritten = message.counts.get("unwritten", 0)

@@ -57,9 +57,13 @@ class Guess:
 
 
 def tasks(seed: int, held_out: bool = False, numbers: int = 15, highest: int = 99) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Ranges that begin at a multiple of 5 come only with `held_out`."""
+    """Yield random rows without end. Held-out rows and training rows have no range in common.
+
+    held_out: yield only ranges that begin at a multiple of 5. False yields only the others. numbers: size of a range.
+    """
     draw = random.Random(seed)
-    lows = [low for low in range(1, highest - numbers + 2) if (low % 5 == 0) == held_out]
+    all_lows = range(1, highest - numbers + 2)
+    lows = [low for low in all_lows if (low % 5 == 0) == held_out]
     while True:
         low = draw.choice(lows)
         yield {"low": low, "high": low + numbers - 1, "secret": draw.randint(low, low + numbers - 1)}

@@ -98,9 +98,13 @@ def _neighbour(place: Place, direction: str) -> Place:
 
 
 def tasks(seed: int, held_out: bool = False, size: int = 4) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Mazes whose seed is a multiple of 5 come only with `held_out`."""
+    """Yield random rows without end. Held-out rows and training rows have no maze in common.
+
+    held_out: yield only mazes whose seed is a multiple of 5. False yields only the others.
+    """
     draw = random.Random(seed)
     while True:
         maze = draw.randrange(1_000_000)
-        if (maze % 5 == 0) == held_out:
+        is_held_out = maze % 5 == 0
+        if is_held_out == held_out:
             yield {"size": size, "maze": maze}

@@ -16,7 +16,7 @@ from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import shorten_text
 
 # Most counts that an agent's process may send, and most characters of a count's name.
-_MOST_NUMBERS = 64
+_MOST_COUNTS = 64
 _LONGEST_NAME = 400
 
 
@@ -225,11 +225,11 @@ FunctionMessage = FunctionWaits | FunctionEnded
 def read_function_message(value: object) -> FunctionMessage:
     """Return a rollout function's message, which its process sent as JSON. Raises ContractError for another value."""
     match value:
-        case {"samples": list(samples), "answers_taken": int(count), "asks_again": bool(again), **rest} if not rest:
-            if all(isinstance(prompt, list) and _are_tokens(prompt) for prompt in samples):
-                return FunctionWaits(samples, count, again)
-        case {"reward": reward, "answers_taken": int(count), **rest} if not rest:
-            return FunctionEnded(count, None if reward is None else check_reward(reward))
+        case {"samples": list(prompts), "answers_taken": int(taken), "asks_again": bool(again), **rest} if not rest:
+            if all(isinstance(prompt, list) and _are_tokens(prompt) for prompt in prompts):
+                return FunctionWaits(samples=prompts, answers_taken=taken, asks_again=again)
+        case {"reward": reward, "answers_taken": int(taken), **rest} if not rest:
+            return FunctionEnded(answers_taken=taken, reward=None if reward is None else check_reward(reward))
     raise ContractError("neither tokens to sample after nor a reward")
 
 
@@ -294,32 +294,33 @@ AgentMessage = AgentWaits | AgentEnded
 def read_agent_message(value: object) -> AgentMessage:
     """Return an agent's message, which its process sent as JSON. Raises ContractError for another value."""
     fields: dict[str, Any] = dict(value) if isinstance(value, dict) else {}
+    # A missing field raises KeyError. An unknown field is left in `fields`, and the constructor raises TypeError.
     try:
         delivered = [(int(number), int(length)) for number, length in fields.pop("delivered")]
         if not fields.pop("ended", False):
             return AgentWaits([_read_ask(ask) for ask in fields.pop("asks")], delivered, **fields)
         reward = fields.pop("reward")
         for name in ("counts", "rewritten"):
-            fields[name] = _read_numbers(fields[name])
+            fields[name] = _read_counts(fields[name])
         return AgentEnded(delivered, None if reward is None else check_reward(reward, "the agent"), **fields)
     except (TypeError, ValueError, KeyError) as error:
         raise ContractError(f"no message of an agent: {shorten_text(str(error))}") from error
 
 
-def _read_numbers(value: Any) -> dict[str, int]:
+def _read_counts(value: Any) -> dict[str, int]:
     """Return counts by name. Raises ContractError for other values, and for more counts than a session has."""
-    numbers = dict(value)
-    if len(numbers) > _MOST_NUMBERS or not all(
-        len(name) <= _LONGEST_NAME and 0 <= number < 1e9 for name, number in numbers.items()
+    counts = dict(value)
+    if len(counts) > _MOST_COUNTS or not all(
+        len(name) <= _LONGEST_NAME and 0 <= count < 1e9 for name, count in counts.items()
     ):
         raise ContractError("counted in other values than numbers by name")
-    return {name: int(number) for name, number in numbers.items()}
+    return {name: int(count) for name, count in counts.items()}
 
 
 def _read_ask(value: dict[str, Any]) -> AgentAsk:
     ask = AgentAsk(**value)
-    numbers = [number for number in (ask.number, ask.after, ask.max_tokens) if number is not None]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(ask.messages, list):
+    integers = [integer for integer in (ask.number, ask.after, ask.max_tokens) if integer is not None]
+    if not all(type(integer) is int and integer >= 0 for integer in integers) or not isinstance(ask.messages, list):
         raise ContractError("asked for a turn that is none")
     if not (_are_tokens(ask.tokens) and _are_tokens(ask.stops)):
         raise ContractError("asked for a turn after other values than tokens")

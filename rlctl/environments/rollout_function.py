@@ -80,6 +80,7 @@ def is_agent(function: Callable[..., Any]) -> bool:
     if len(names) < 3 and inspect.iscoroutinefunction(function):
         # A rollout function may give its policy any name, so only a word such as `url` means an agent.
         return any(word in "".join(names[1:]).lower() for word in _AGENT_WORDS)
+    # A rollout function is async and has two parameters.
     return True
 
 
@@ -110,7 +111,7 @@ class FunctionEpisode:
         self._function = function
         self._loop = loop
         self._reply = reply
-        self._open = OpenAction(function.__name__, reply)
+        self._open_action = OpenAction(function.__name__, reply)
         self._generator = random.Random()
         # Number of callbacks that the function's tasks have scheduled.
         self._count = CallbackCount()
@@ -135,17 +136,18 @@ class FunctionEpisode:
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Schedule an action on the event loop."""
-        self._loop.running.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
+        self._loop.running.call_soon_threadsafe(self._open_action.run_part, partial(self._do_action, action, message))
 
     def _do_action(self, action: int, message: EpisodeMessage) -> None:
-        if self._open.is_open:
+        if self._open_action.is_open:
+            # The driver waits no longer: it gets what there is so far, before its next action.
             self._answer_action()
         match message:
             case BeginFunction():
-                self._open.open(action)
+                self._open_action.keep(action)
                 self._begin_task(PlayTask(**message.task), message.seed)
             case ResumeFunction():
-                self._open.open(action)
+                self._open_action.keep(action)
                 self._answers += message.answers
                 self._schedule_check()
             case CloseEpisode():
@@ -172,6 +174,7 @@ class FunctionEpisode:
 
     def _ask_for_sample(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        # Each concurrent part of the function may get one empty answer before it knows that a budget is used up.
         if 0 < self._most_waiting <= self._empty_answers:
             self._asks_again = True
         self._new_prompts.append(tokens)
@@ -183,7 +186,7 @@ class FunctionEpisode:
     def _schedule_check(self) -> None:
         if not self._is_check_scheduled:
             self._is_check_scheduled = True
-            self._loop.running.call_soon(self._open.contain, self._check_progress, context=_NO_EPISODE)
+            self._loop.running.call_soon(self._open_action.run_part, self._check_progress, context=_NO_EPISODE)
 
     def _check_progress(self) -> None:
         """If all tasks of the function wait, give it its next answer, or send its new requests to the driver.
@@ -193,15 +196,17 @@ class FunctionEpisode:
         """
         assert self._task is not None
         if not self._task.done() and self._callbacks_seen != self._count.callbacks:
+            # The function still runs: check again after the callbacks that it has scheduled.
             self._callbacks_seen = self._count.callbacks
         elif not self._task.done() and self._answers and self._waiting:
             self._give_answer(self._waiting.popleft(), self._answers.popleft())
         else:
+            # Nothing changes until the driver's next action, or until something outside wakes a task.
             self._is_check_scheduled = False
-            if self._open.is_open and (self._task.done() or self._new_prompts):
+            if self._open_action.is_open and (self._task.done() or self._new_prompts):
                 self._answer_action()
             return
-        self._loop.running.call_soon(self._open.contain, self._check_progress)
+        self._loop.running.call_soon(self._open_action.run_part, self._check_progress)
 
     def _give_answer(self, sample: "asyncio.Future[Sampled]", answer: Sampled | None) -> None:
         self._answers_given += 1
@@ -209,18 +214,20 @@ class FunctionEpisode:
             self._empty_answers += 1
             answer = Sampled([], [], [])
         if not sample.done():
+            # A caller may answer with a plain tuple of the three lists.
             sample.set_result(Sampled._make(answer))
 
     def _answer_action(self) -> None:
         """Reply to the action that is open."""
         assert self._task is not None
         if self._task.done():
-            self._open.answer(run_action(self._function.__name__, self._read_result, self._function, __file__))
+            outcome = run_action(self._function.__name__, self._read_result, self._function, __file__)
+            self._open_action.answer(outcome)
         else:
             message = FunctionWaits(
                 samples=self._new_prompts, answers_taken=self._answers_given, asks_again=self._asks_again
             )
-            self._open.answer(vars(message))
+            self._open_action.answer(vars(message))
             self._new_prompts = []
             self._answers_given = 0
 

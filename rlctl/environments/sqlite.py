@@ -25,7 +25,7 @@ class Sqlite:
         """Create the database; return the user's message with the schema and the question."""
         self._database = sqlite3.connect(":memory:")
         self._database.executescript(SCHEMA)
-        _fill(self._database, shop)
+        _fill_database(self._database, shop)
         self._database.execute("PRAGMA query_only = ON")
         self._is_ordered = "order by" in sql.lower()
         self._right_rows = self._fetch_rows(sql)
@@ -75,11 +75,12 @@ class Sqlite:
 
     def _fetch_rows(self, sql: str) -> list[tuple[Any, ...]]:
         """Return all rows. Raises sqlite3.Error, also for a statement that takes too long or changes anything."""
+        # SQLite calls the handler after that number of steps, and a result of 1 interrupts the statement.
         self._database.set_progress_handler(lambda: 1, _MOST_STEPS)
         return self._database.execute(sql).fetchall()
 
 
-def _fill(database: sqlite3.Connection, shop: int) -> None:
+def _fill_database(database: sqlite3.Connection, shop: int) -> None:
     draw = random.Random(shop)
     names = draw.sample(_FIRST_NAMES, draw.randint(6, len(_FIRST_NAMES)))
     customers = [(name, draw.choice(_CITIES)) for name in names]
@@ -91,6 +92,7 @@ def _fill(database: sqlite3.Connection, shop: int) -> None:
     database.executemany("INSERT INTO orders (customer_id, product, quantity, price) VALUES (?, ?, ?, ?)", orders)
 
 
+# (question, SQL of the right answer), both with places for a city, a product or a number.
 _QUESTIONS = (
     ("How many customers live in {city}?", "SELECT count(*) FROM customers WHERE city = '{city}'"),
     ("How many orders have more than {number} pieces?", "SELECT count(*) FROM orders WHERE quantity > {number}"),
@@ -116,11 +118,13 @@ _QUESTIONS = (
 
 
 def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield rows without end. Shops whose number is a multiple of 5 come only with `held_out`."""
+    """Yield random rows without end: with `held_out` of shops whose number is a multiple of 5, else of the others."""
     draw = random.Random(seed)
     while True:
         shop = draw.randrange(100_000)
-        if (shop % 5 == 0) == held_out:
+        is_held_out = shop % 5 == 0
+        if is_held_out == held_out:
             question, sql = draw.choice(_QUESTIONS)
-            words = {"city": draw.choice(_CITIES), "product": draw.choice(_PRODUCTS), "number": draw.randint(2, 6)}
-            yield {"question": question.format(**words), "sql": sql.format(**words), "shop": shop}
+            # Both texts get the same values. Each text ignores the values that it does not name.
+            values = {"city": draw.choice(_CITIES), "product": draw.choice(_PRODUCTS), "number": draw.randint(2, 6)}
+            yield {"question": question.format(**values), "sql": sql.format(**values), "shop": shop}

@@ -54,7 +54,7 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
     format: a key of `PARSERS`. tools: schemas of the tools, as `tool_schema` makes them.
     """
     parameters = {tool["function"]["name"]: properties_of(tool) for tool in tools}
-    visible_text = _cut_thinking(text, PARSERS[format], parameters)
+    visible_text = _cut_thinking(text, find_calls=PARSERS[format], parameters=parameters)
     content = ""
     calls: list[Call] = []
     end = 0
@@ -76,31 +76,35 @@ def split_turn(text: str, format: str | None, tools: list[dict[str, Any]]) -> Pa
     format: a key of `PARSERS`; with None no text is a call. tools: schemas of the tools.
     """
     parameters = {tool["function"]["name"]: properties_of(tool) for tool in tools}
-    visible_text = _cut_thinking(text, PARSERS[format] if format else _no_calls, parameters)
+    find_calls = PARSERS[format] if format else _find_no_calls
+    visible_text = _cut_thinking(text, find_calls=find_calls, parameters=parameters)
     reasoning = ""
     if visible_text != text:
         start = text.rfind(visible_text) if visible_text else len(text)
         reasoning = _THINKING.sub("", text[:start]).strip()
     if reasoning:
+        # Templates write line breaks between the thinking and the text.
         visible_text = visible_text.lstrip("\n")
     content = visible_text
     calls: list[Call] = []
     if format is not None:
         parsed = parse_tool_calls(text, format, tools)
         calls = parsed.calls
+        # `parsed.content` is stripped. A turn without a call keeps the blanks that were sampled.
         content = parsed.content if calls else visible_text
     return ParsedMessage(content=content, calls=calls, reasoning=reasoning, visible_text=visible_text)
 
 
-def _no_calls(text: str, parameters: Parameters) -> list[FoundCall]:
+def _find_no_calls(text: str, parameters: Parameters) -> list[FoundCall]:
     return []
 
 
-def _cut_thinking(text: str, find: Parser, parameters: Parameters) -> str:
+def _cut_thinking(text: str, *, find_calls: Parser, parameters: Parameters) -> str:
     """Return the text after the last closed thinking block, up to a thinking block that is not closed.
 
     Thinking marks within a call's arguments are plain text.
     """
+    # A call inside the first thinking block would hide its closing mark, so this block is cut before calls are found.
     if text.lstrip().startswith(_OPENING):
         closing_marks = [mark for mark in _THINKING.finditer(text) if mark[0] not in _OPENING]
         if not closing_marks:
@@ -108,11 +112,13 @@ def _cut_thinking(text: str, find: Parser, parameters: Parameters) -> str:
         text = text[closing_marks[0].end() :]
     if not _THINKING.search(text):
         return text
-    calls = [found_call for found_call in find(text, parameters) if isinstance(found_call.call, ToolCall)]
+    calls = [found_call for found_call in find_calls(text, parameters) if isinstance(found_call.call, ToolCall)]
     call_starts = [found_call.start for found_call in calls]
+    # Bounds of the text: behind the last closing mark, and before the first opening mark that follows.
     start = 0
     end = len(text)
     for mark in _THINKING.finditer(text):
+        # Only the last call that begins before the mark can contain the mark; index -1: no call begins before.
         call_index = bisect_right(call_starts, mark.start()) - 1
         if call_index >= 0 and mark.end() <= calls[call_index].end:
             continue
@@ -125,7 +131,7 @@ def _cut_thinking(text: str, find: Parser, parameters: Parameters) -> str:
 
 
 def _describe_near_call(text: str, parameters: Parameters) -> str:
-    """Return why a text without a readable call looks like a call; empty if it does not."""
+    """Return why a text without a readable call looks like a call; empty if the text does not look like one."""
     if mark := _CALL_MARK.search(text):
         return f"the mark {mark[0].strip('<>[]|/=')} without a whole call"
     for name in re.findall(r'"name"\s*:\s*"([^"\n]{1,200})"', text):

@@ -87,7 +87,7 @@ def _find_hermes(text: str, parameters: Parameters) -> list[FoundCall]:
             between = text[end : mark.start()].strip()
             if isinstance(call, ToolCall) and between:
                 call = MalformedCall(f"not one JSON object: {quote_line(between)} follows it before the call's end")
-        if mark is not None or isinstance(call, MalformedCall):
+        if mark is not None or isinstance(call, MalformedCall):  # else text behind the JSON is content
             end = position
         calls.append(FoundCall(call, start, end))
     return calls
@@ -155,8 +155,8 @@ def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
         start = mark.start()
         for call in value if isinstance(value, list) else [value]:
             calls.append(FoundCall(_read_call(call, "arguments"), start, end))
-            start = end
-        is_list = isinstance(value, list) or (not name and "name" in value)
+            start = end  # the first call has the list's whole text, and the others have none
+        is_list = isinstance(value, list) or (not name and "name" in value)  # one object is a list of one
         # The search goes on behind the value, because marks within the value are plain text.
         mark = None if is_list else _MISTRAL_MARK.search(text, end)
     return calls

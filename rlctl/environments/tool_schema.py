@@ -58,7 +58,7 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
         try:
             parameters[parameter_name] = _parameter_schema(parameter_name, hint, docstring.arguments)
         except SchemaError as error:
-            if doc:
+            if doc:  # without a docstring each parameter would only repeat the first problem
                 problems += error.args
     if problems:
         raise SchemaError(*problems)

@@ -90,6 +90,7 @@ def _convert_value(value: Any, schema: dict[str, Any]) -> Any:
     if isinstance(value, list):
         inner_schema = schema.get("items")
         return [_convert_value(inner, inner_schema) for inner in value] if isinstance(inner_schema, dict) else value
+    # A number, a boolean or null is converted from its JSON text: 3 becomes "3" where the schema wants a string.
     return convert_text(json.dumps(value), schema)
 
 

@@ -41,22 +41,22 @@ _OUTPUT_CUT = b"\n[the agent printed more than 1 MiB: the rest is left out]\n"
 _BY_SIGNAL = 128
 
 
-def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
+def start_command(command: list[str], launch: AgentLaunch) -> Callable[[], None]:
     """Start a command in a new process session. Return a function that stops the command and its child processes.
 
-    If the last line of the output is JSON, a number or an object with `reward`, it is the agent's reward. `call.on_end`
-    is called once all of the command's processes have ended.
+    If the last line of the output is JSON, a number or an object with `reward`, it is the agent's reward.
+    `launch.on_end` is called once all of the command's processes have ended.
     """
     variables = {
         **os.environ,
-        "OPENAI_BASE_URL": call.base_url,
-        "OPENAI_API_KEY": call.api_key,
-        "ANTHROPIC_BASE_URL": call.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": call.api_key,
-        "RLCTL_BASE_URL": call.base_url,
-        "RLCTL_API_KEY": call.api_key,
-        "RLCTL_TASK": json.dumps(asdict(call.task), default=str),
-        "RLCTL_SEED": str(call.generator.getrandbits(31)),
+        "OPENAI_BASE_URL": launch.base_url,
+        "OPENAI_API_KEY": launch.api_key,
+        "ANTHROPIC_BASE_URL": launch.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": launch.api_key,
+        "RLCTL_BASE_URL": launch.base_url,
+        "RLCTL_API_KEY": launch.api_key,
+        "RLCTL_TASK": json.dumps(asdict(launch.task), default=str),
+        "RLCTL_SEED": str(launch.generator.getrandbits(31)),
         # Without these variables some agents send telemetry, or put a mark into each request that changes each time.
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -65,9 +65,9 @@ def start_command(command: list[str], call: AgentLaunch) -> Callable[[], None]:
     try:
         process, connection = _begin_supervised(command, variables)
     except OSError as error:
-        call.loop.call_soon(call.on_end, _start_failure(command, call, error.errno))
+        launch.loop.call_soon(launch.on_end, _start_failure(command, launch, error.errno))
         return lambda: None
-    return _Command(command, process, connection, call).stop
+    return _Command(command, process, connection, launch).stop
 
 
 def _begin_supervised(command: list[str], variables: dict[str, str]) -> "tuple[subprocess.Popen[bytes], socket.socket]":
@@ -95,29 +95,32 @@ def _begin_supervised(command: list[str], variables: dict[str, str]) -> "tuple[s
 
 
 def _name_of(command: list[str]) -> str:
-    return Path(command[-1] if len(command) == 1 else command[0]).name
+    return Path(command[0]).name
 
 
-def _start_failure(command: list[str], call: AgentLaunch, number: int | None) -> EnvironmentFailure:
-    """Return the failure of a command that the system refused to start. number: the system's error number."""
-    error = OSError(number, os.strerror(number or 0), command[0])
-    task = json.dumps(asdict(call.task), default=str)
-    detail = str(error)
-    if number == errno.E2BIG:
+def _start_failure(command: list[str], launch: AgentLaunch, error_number: int | None) -> EnvironmentFailure:
+    """Return the failure of a command that the system refused to start."""
+    detail = str(OSError(error_number, os.strerror(error_number or 0), command[0]))
+    if error_number == errno.E2BIG:
+        task = json.dumps(asdict(launch.task), default=str)
         detail += f": RLCTL_TASK has {len(task):,} characters"
     return EnvironmentFailure("raised", f"{_name_of(command)} {NOT_STARTED}", detail)
 
 
 class _Command:
-    """A running command. connection: gets an error number if the command cannot be started."""
+    """A running command.
+
+    process: the outer supervisor. It ends after all of the command's processes, with the command's exit code.
+    connection: gets an error number if the command cannot be started.
+    """
 
     def __init__(
-        self, command: list[str], process: "subprocess.Popen[bytes]", connection: socket.socket, call: AgentLaunch
+        self, command: list[str], process: "subprocess.Popen[bytes]", connection: socket.socket, launch: AgentLaunch
     ) -> None:
         self._command = command
         self._process = process
         self._connection = connection
-        self._call = call
+        self._launch = launch
         # End of the command's output.
         self._tail = b""
         self._reader = threading.Thread(target=self._pass_output, name="agent's output", daemon=True)
@@ -127,15 +130,16 @@ class _Command:
     def stop(self) -> None:
         """Ask the command's processes to end, and end them `TERM_S` seconds later. Called on the event loop."""
         assert self._process.stdin
+        # The supervisors send SIGTERM for each byte, and SIGKILL once their input closes.
         with suppress(OSError, ValueError):  # the command has ended
             self._process.stdin.write(b".")
-        self._call.loop.call_later(TERM_S, self._process.stdin.close)
+        self._launch.loop.call_later(TERM_S, self._process.stdin.close)
 
     def _watch(self) -> None:
         code = self._process.wait()
         self._reader.join(_OUTPUT_S)
         with suppress(RuntimeError):  # the event loop is closed, because this process is about to end
-            self._call.loop.call_soon_threadsafe(self._tell_end, code)
+            self._launch.loop.call_soon_threadsafe(self._tell_end, code)
 
     def _tell_end(self, code: int) -> None:
         """Call `on_end` with the command's value or failure.
@@ -148,17 +152,19 @@ class _Command:
             self._connection.setblocking(False)
             with suppress(BlockingIOError):
                 if error_number := self._connection.recv(_READ_BYTES):
-                    self._call.on_end(_start_failure(self._command, self._call, int(error_number)))
+                    self._launch.on_end(_start_failure(self._command, self._launch, int(error_number)))
                     return
         last_line = self._tail.rstrip().rpartition(b"\n")[2].decode(errors="replace").strip()
         outcome: Any = _read_value(last_line)
         if code:
             # The code is negative if a signal ended the supervisor itself.
-            number = -code if code < 0 else code - _BY_SIGNAL
+            signal_number = -code if code < 0 else code - _BY_SIGNAL
+            ending = f"exited with {code}"
             # A code above 128 need not mean a signal: ssh and `sys.exit(-1)` exit with 255.
-            ending = f"was ended by signal {number}" if number in signal.valid_signals() else f"exited with {code}"
+            if signal_number in signal.valid_signals():
+                ending = f"was ended by signal {signal_number}"
             outcome = EnvironmentFailure("raised", f"{_name_of(self._command)} {ending}", shorten_text(last_line))
-        self._call.on_end(outcome)
+        self._launch.on_end(outcome)
 
     def _pass_output(self) -> None:
         """Copy the command's output to the log, up to `MAX_OUTPUT`, and keep the end of the standard output."""
@@ -179,6 +185,7 @@ class _Command:
                     continue
                 if descriptor == output:
                     self._tail = (self._tail + text)[-_MAX_LINE:]
+                # Output beyond the bound is read and dropped, because a full pipe would stop the command.
                 if bytes_left < 0:
                     time.sleep(_PAUSE_S)
                     continue

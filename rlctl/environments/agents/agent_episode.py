@@ -77,40 +77,48 @@ class AgentEpisode:
         self._start = start
         self._endpoint = endpoint
         self._reply = reply
-        self._open = OpenAction("the agent's session", reply)
-        self._session = AgentSession(chat, tool_format, self._answer_when_ready, endpoint.tools)
+        self._open_action = OpenAction("the agent's session", reply)
+        self._session = AgentSession(chat, tool_format, on_request=self._answer_when_ready, tools=endpoint.tools)
         self._stop: Callable[[], None] = lambda: None
+        # True if no code of the agent runs any more, or if it was never started.
         self._has_ended = False
+        # Value or failure of an agent that has ended.
         self._outcome: Any = None
-        # Called when the agent ends. Set by a close that came before the end.
-        self._on_end: Callable[[], None] = lambda: None
+        # Number of a close that came before the agent's end, and is answered at this end.
+        self._waiting_close: int | None = None
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
         """Schedule an action on the endpoint's event loop."""
-        self._endpoint.loop.call_soon_threadsafe(self._open.contain, partial(self._do_action, action, message))
+        self._endpoint.loop.call_soon_threadsafe(self._open_action.run_part, partial(self._do_action, action, message))
 
     def _do_action(self, action: int, message: EpisodeMessage) -> None:
-        if self._open.is_open:
+        if self._open_action.is_open:
+            # The driver waits no longer: it gets what there is so far, before its next action.
             self._answer_action()
         match message:
             case BeginAgent():
-                self._open.open(action)
+                self._open_action.keep(action)
                 self._begin_agent(AgentTask(**message.task), message.seed)
             case ResumeAgent():
-                self._open.open(action)
+                self._open_action.keep(action)
                 for number, answer in message.answers:
-                    self._session.answer(number, answer)
+                    self._session.take_answer(number, answer)
                 self._answer_when_ready()
             case CloseEpisode():
                 self._endpoint.close(self._session)
                 self._stop()
-                self._call_at_end(partial(self._reply, action, None))
+                if self._has_ended:
+                    self._reply(action, None)
+                else:
+                    self._waiting_close = action
 
     def _begin_agent(self, task: AgentTask, seed: int) -> None:
         if not self._endpoint.listens:
+            # No agent is started, so a close has nothing to wait for.
             self._has_ended = True
             cause = "the endpoint of its process was closed by code of the process"
-            self._open.answer(EnvironmentFailure("died", cause, lasting=True))
+            # Lasting: every later agent of this process would fail too, so the driver retires the process.
+            self._open_action.answer(EnvironmentFailure("died", cause, lasting=True))
             return
         self._session.use_row(task.row)
         self._endpoint.open(self._session)
@@ -123,6 +131,7 @@ class AgentEpisode:
             loop=self._endpoint.loop,
         )
         self._stop = self._start(launch)
+        # Usually not ready yet: the agent runs on, and its first request or its end answers the action.
         self._answer_when_ready()
 
     def _take_outcome(self, outcome: Any) -> None:
@@ -131,34 +140,30 @@ class AgentEpisode:
         self._outcome = outcome
         self._endpoint.close(self._session)
         self._answer_when_ready()
-        self._on_end()
-
-    def _call_at_end(self, callback: Callable[[], None]) -> None:
-        if self._has_ended:
-            callback()
-        else:
-            self._on_end = callback
+        if self._waiting_close is not None:
+            self._reply(self._waiting_close, None)
 
     def _answer_when_ready(self) -> None:
-        if self._open.is_open and (self._has_ended or self._session.has_asked):
+        if self._open_action.is_open and (self._has_ended or self._session.has_asked):
             self._answer_action()
 
     def _answer_action(self) -> None:
         """Reply to the action that is open."""
         session = self._session
-        waits = session.take_requests()
+        # An agent that has ended needs no turn, so only the turns that it got are read then.
+        message = session.take_requests()
         if not self._has_ended:
-            self._open.answer(waits.plain())
+            self._open_action.answer(message.plain())
             return
         outcome = self._outcome
         raised = ""
         if session.defect is not None:
             # The agent may have caught the error and returned a value, which must not count.
-            self._open.answer(session.defect)
+            self._open_action.answer(session.defect)
             return
         if isinstance(outcome, EnvironmentFailure):
             if not session.budget:
-                self._open.answer(outcome if session.was_reached else _with_hint(outcome))
+                self._open_action.answer(outcome if session.was_reached else _with_hint(outcome))
                 return
             # A used-up budget refused the agent's request. An agent that raises then has not failed.
             raised = str(outcome)
@@ -166,17 +171,18 @@ class AgentEpisode:
         try:
             reward = None if outcome is None else check_reward(outcome, "the agent")
         except ContractError as error:
-            self._open.answer(EnvironmentFailure("contract", "the agent broke the contract", shorten_text(str(error))))
+            failure = EnvironmentFailure("contract", "the agent broke the contract", shorten_text(str(error)))
+            self._open_action.answer(failure)
             return
         ended = AgentEnded(
-            delivered=waits.delivered,
+            delivered=message.delivered,
             reward=session.reward if reward is None else reward,
             raised=raised,
             counts={name: count for name, count in session.counts.items() if count},
             # Only the most frequent reasons; the count `rewritten` includes all.
             rewritten=dict(session.rewritten.most_common(8)),
         )
-        self._open.answer(ended.plain())
+        self._open_action.answer(ended.plain())
 
 
 def _with_hint(failure: EnvironmentFailure) -> EnvironmentFailure:

@@ -50,14 +50,15 @@ _FINAL = ("max_turns", "time")
 class Flight:
     """One turn in flight, and the connections that wait for it: the client's request and its retries."""
 
-    def __init__(self, work: "asyncio.Task[ClientTurn]", stream: "asyncio.Future[bool]") -> None:
+    def __init__(self, work: "asyncio.Task[ClientTurn]", wants_stream: "asyncio.Future[bool]") -> None:
         self.work = work
         # Done once the request is read. True if the request asks for a stream.
-        self.stream = stream
+        self.wants_stream = wants_stream
         # True if a connection that waited for the turn was lost, and no retry has replaced it.
         self.has_lost = False
         # A future for each waiting connection, which is done once the connection is lost.
         self._waiting: set[asyncio.Future[None]] = set()
+        # Reads the task's exception, so that asyncio does not report it if no client waits.
         work.add_done_callback(_has_failed)
 
     @property
@@ -65,18 +66,18 @@ class Flight:
         """True if a connection waits for the turn and is not known to be lost."""
         return bool(self._waiting)
 
-    def wait(self, gone: "asyncio.Future[None]") -> None:
+    def add_connection(self, gone: "asyncio.Future[None]") -> None:
         """Add a connection that waits for the turn. gone: done once the connection is lost."""
         self._waiting.add(gone)
 
-    def leave(self, gone: "asyncio.Future[None]", is_lost: bool) -> None:
-        """Remove a connection that no longer waits for the turn."""
+    def remove_connection(self, gone: "asyncio.Future[None]", is_lost: bool) -> None:
+        """Remove a connection that no longer waits for the turn, because it got the turn or is lost."""
         if gone in self._waiting:
             self._waiting.discard(gone)
             self.has_lost = self.has_lost or is_lost
 
     def note_lost(self) -> bool:
-        """Return True if a waiting connection was lost, even if its handler has not run `leave` yet."""
+        """Remove the lost connections whose handlers have not removed them yet; return `has_lost`."""
         lost = {gone for gone in self._waiting if gone.done()}
         self._waiting -= lost
         if lost:
@@ -87,11 +88,11 @@ class Flight:
 class AgentSession:
     """Requests and turns of one agent.
 
-    on_change: called when a request waits to be sent to the driver. tools: sets of tools that all sessions share.
+    on_request: called when a request waits to be sent to the driver. tools: sets of tools that all sessions share.
     """
 
     def __init__(
-        self, chat: Chat, tool_format: str | None, on_change: Callable[[], None], tools: ToolSets | None = None
+        self, chat: Chat, tool_format: str | None, on_request: Callable[[], None], tools: ToolSets | None = None
     ) -> None:
         self.id = secrets.token_hex(8)
         self.secret = secrets.token_urlsafe(24)
@@ -109,18 +110,17 @@ class AgentSession:
         self.rewritten: Counter[str] = Counter()
         self._chat = chat
         self._tool_format = tool_format
-        self._on_change = on_change
+        self._on_request = on_request
         self._history = SessionHistory(chat, tools or ToolSets())
         # Turns of equal requests in the order of the requests, by the digest of path and body.
         self._flights: defaultdict[bytes, list[Flight]] = defaultdict(list)
         # Locked while a thread processes a large request, so that a session takes one thread at a time.
-        self._large = asyncio.Lock()
+        self._thread_lock = asyncio.Lock()
         # Futures of the driver's answers, by the number of the request.
         self._answers: dict[int, asyncio.Future[AgentAnswer]] = {}
         # (approximate bytes, request) of each request that the driver has not got yet.
         self._asks: deque[tuple[int, AgentAsk]] = deque()
-        # Number of the next request.
-        self._number = 0
+        self._next_number = 0
         # Turns by the number of their requests.
         self._turns: dict[int, ClientTurn] = {}
         # Numbers of the turns that a client got.
@@ -146,39 +146,50 @@ class AgentSession:
         self._refuse_if_over()
         # An equal body alone is no retry, because an agent may sample the same prompt twice, also concurrently.
         flights = [flight for flight in self._flights[digest] if not _has_failed(flight.work)]
-        lost = [flight for flight in flights if flight.note_lost()]
-        idle = [flight for flight in flights if not flight.is_waited_for]
-        if not lost and not (retries and flights):
+        lost_flights = [flight for flight in flights if flight.note_lost()]
+        idle_flights = [flight for flight in flights if not flight.is_waited_for]
+        if lost_flights:
+            repeated = lost_flights[0]
+        elif not retries or not flights:
             return None
-        # A retry may come after its turn was delivered, or before the loss of its first connection is known.
-        repeated = lost[0] if lost else idle[-1] if idle else flights[0]
+        elif idle_flights:
+            # The retry comes although its turn was delivered.
+            repeated = idle_flights[-1]
+        else:
+            # The first connection is probably lost, but its loss is not known yet.
+            repeated = flights[0]
         self.counts["coalesced"] += 1
         repeated.has_lost = False
         return repeated
 
-    async def read(self, read: Callable[[], ClientRequest], size: int) -> ClientRequest:
-        """Call `read`, in a thread if the body is large, and return its request. size: bytes of the body.
+    async def read(self, read_request: Callable[[], ClientRequest], size: int) -> ClientRequest:
+        """Call `read_request`, in a thread if the body is large, and return the request. size: bytes of the body.
 
         Raises RefusedError.
         """
         with self.refuse_on_defect():
-            return await self._work(read, size)
+            return await self._call_by_size(read_request, size)
 
-    def begin(self, digest: bytes, read: Callable[[], ClientRequest], size: int) -> Flight:
+    def begin(self, digest: bytes, read_request: Callable[[], ClientRequest], size: int) -> Flight:
         """Start the task that reads a request and samples its turn. size: bytes of the request's body."""
         loop = asyncio.get_running_loop()
-        stream: asyncio.Future[bool] = loop.create_future()
-        flight = Flight(loop.create_task(self._make_turn(read, size, stream)), stream)
+        wants_stream: asyncio.Future[bool] = loop.create_future()
+        flight = Flight(loop.create_task(self._make_turn(read_request, size, wants_stream)), wants_stream)
         self._flights[digest].append(flight)
-        # Forget a refused request: it may be large, and a retry is judged as a new request.
-        flight.work.add_done_callback(lambda work: self._flights[digest].remove(flight) if _has_failed(work) else None)
+
+        def forget_refused(work: "asyncio.Task[ClientTurn]") -> None:
+            # A refused request may be large, and a retry is judged as a new request.
+            if _has_failed(work):
+                self._flights[digest].remove(flight)
+
+        flight.work.add_done_callback(forget_refused)
         return flight
 
     async def count_tokens(self, request: ClientRequest) -> int:
         """Return the number of tokens of a request's prompt. Raises RefusedError."""
         with self.refuse_on_defect():
             request = self._add_history(request)
-            place = await self._work(partial(self._history.place, request), request.size)
+            place = await self._call_by_size(partial(self._history.place, request), request.size)
             return place.length
 
     def deliver(self, turn: ClientTurn) -> None:
@@ -196,7 +207,7 @@ class AgentSession:
         except ContractError as error:
             raise RefusedError(str(error)) from error
 
-    def answer(self, number: int, answer: AgentAnswer) -> None:
+    def take_answer(self, number: int, answer: AgentAnswer) -> None:
         """Hand the driver's answer to the request with this number."""
         future = self._answers.pop(number, None)
         if future is not None and not future.done():
@@ -242,13 +253,14 @@ class AgentSession:
         self._answers.clear()
 
     async def _make_turn(
-        self, read: Callable[[], ClientRequest], size: int, stream: "asyncio.Future[bool]"
+        self, read_request: Callable[[], ClientRequest], size: int, wants_stream: "asyncio.Future[bool]"
     ) -> ClientTurn:
         with self.refuse_on_defect():
-            request = await self._work(read, size)
+            request = await self._call_by_size(read_request, size)
+            # The session may have been sealed while a thread read the request.
             self._refuse_if_over()
             self._count_parameters(request)
-            stream.set_result(request.stream)
+            wants_stream.set_result(request.stream)
             return await self._sample_turn(request)
 
     def _count_parameters(self, request: ClientRequest) -> None:
@@ -263,13 +275,13 @@ class AgentSession:
             raise RefusedError(BUDGETS.get(self.budget, "too many requests were refused before"))
         try:
             request = self._add_history(request)
-            place = await self._work(partial(self._history.place, request), request.size)
+            place = await self._call_by_size(partial(self._history.place, request), request.size)
             self._refuse_if_over()
         except RefusedError:
             self.counts["refused"] += 1
             raise
-        number = self._number
-        self._number += 1
+        number = self._next_number
+        self._next_number += 1
         self._note_place(place)
         request = self._history.share_objects(request, place)
         answer = await self._ask_driver(number, place, request)
@@ -293,14 +305,14 @@ class AgentSession:
         self._history.add(place, turn)
         return turn
 
-    async def _work(self, function: Callable[[], Value], size: int) -> Value:
+    async def _call_by_size(self, function: Callable[[], Value], size: int) -> Value:
         """Call a function that processes a request of `size` bytes. For a large one, call it in a thread.
 
         Other requests of the event loop go on meanwhile.
         """
         if size < LARGE:
             return function()
-        async with self._large:
+        async with self._thread_lock:
             return await asyncio.get_running_loop().run_in_executor(_THREADS, function)
 
     def _refuse_if_over(self) -> None:
@@ -314,23 +326,23 @@ class AgentSession:
 
         A request that continues a turn by the turn's id brings only the new messages.
         """
-        if not request.continues:
+        if not request.previous_id:
             return request
-        number = whole_number(request.continues.removeprefix(f"{self.id}-"))
+        number = whole_number(request.previous_id.removeprefix(f"{self.id}-"))
         turn = None if number is None else self._turns.get(number)
         if turn is None:
             raise RefusedError("previous_response_id is of no turn of this session", 404, "not_found")
-        previous = turn.request
+        previous_request = turn.request
         # Instructions hold for one request only, so those of the previous request are left out.
         instructions = [message for message in request.messages if message["role"] == "system"]
-        earlier = [message for message in previous.messages if message["role"] != "system"]
+        previous_messages = [message for message in previous_request.messages if message["role"] != "system"]
         new_messages = [message for message in request.messages if message["role"] != "system"]
         return replace(
             request,
-            messages=check_messages(instructions + earlier + [turn_message(turn)] + new_messages),
-            tools=request.tools or previous.tools,
-            template_kwargs=request.template_kwargs or previous.template_kwargs,
-            size=request.size + previous.size,
+            messages=check_messages(instructions + previous_messages + [turn_message(turn)] + new_messages),
+            tools=request.tools or previous_request.tools,
+            template_kwargs=request.template_kwargs or previous_request.template_kwargs,
+            size=request.size + previous_request.size,
         )
 
     def _note_place(self, place: PlacedRequest) -> None:
@@ -359,11 +371,12 @@ class AgentSession:
             max_tokens=None if request.max_tokens is None else max(1, request.max_tokens),
             stops=stops,
         )
+        # A key is about as long as its message.
         size = sum(map(len, place.keys[-place.new_count :])) + _TOKEN_BYTES * len(place.tokens)
         self._asks.append((size, ask))
         future: asyncio.Future[AgentAnswer] = asyncio.get_running_loop().create_future()
         self._answers[number] = future
-        self._on_change()
+        self._on_request()
         return await future
 
 

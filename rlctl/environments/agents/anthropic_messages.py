@@ -23,7 +23,7 @@ _UNENFORCED = ("thinking", "output_config", "output_format", "mcp_servers")
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def read(body: dict[str, Any]) -> ClientRequest:
+def read_request(body: dict[str, Any]) -> ClientRequest:
     """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     system = _read_system(parameters.take("system", (str, list), ""))
@@ -32,8 +32,9 @@ def read(body: dict[str, Any]) -> ClientRequest:
         messages += _read_message(message)
     tools = [_read_tool(tool) for tool in parameters.take("tools", list, [])]
     choice = parameters.body.get("tool_choice") or {"type": "auto"}
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("auto", "none"):
+    choice_kind = choice.get("type") if isinstance(choice, dict) else None
+    # The policy can be held to these choices. Another one stays in the body, and is counted as unenforced.
+    if choice_kind in ("auto", "none"):
         parameters.ignore(["tool_choice"])
         if choice.get("disable_parallel_tool_use"):
             parameters.counted.append("unenforced/disable_parallel_tool_use")
@@ -47,24 +48,24 @@ def read(body: dict[str, Any]) -> ClientRequest:
         max_tokens=parameters.take("max_tokens", int),
         stop=[str(text) for text in parameters.take("stop_sequences", list, []) if text],
         template_kwargs=parameters.take_template_kwargs(),
-        may_call=kind != "none",
+        may_call=choice_kind != "none",
         stream=bool(parameters.take("stream", bool, False)),
         counted=parameters.count_rest(),
     )
 
 
-def write(turn: ClientTurn) -> dict[str, Any]:
+def answer_body(turn: ClientTurn) -> dict[str, Any]:
     """Return the body of the answer to a request without streaming."""
     usage = {"input_tokens": turn.prompt_length, "output_tokens": len(turn.tokens)}
-    return {**_message_head(turn), "content": _blocks(turn), **_ending_fields(turn), "usage": usage}
+    return {**_message_head(turn), "content": _content_blocks(turn), **_ending_fields(turn), "usage": usage}
 
 
-def stream(turn: ClientTurn) -> Iterator[bytes]:
+def answer_events(turn: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn. Each block of the message comes as one delta."""
     usage = {"input_tokens": turn.prompt_length, "output_tokens": 0}
     empty_message = {**_message_head(turn), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield _event("message_start", {"message": empty_message})
-    for index, block in enumerate(_blocks(turn)):
+    for index, block in enumerate(_content_blocks(turn)):
         empty_block, deltas = _split_block(block)
         yield _event("content_block_start", {"index": index, "content_block": empty_block})
         for delta in deltas:
@@ -74,19 +75,19 @@ def stream(turn: ClientTurn) -> Iterator[bytes]:
     yield _event("message_stop", {})
 
 
-def waiting() -> bytes:
+def waiting_event() -> bytes:
     """Return the event that keeps a stream open until its turn is sampled."""
     return _event("ping", {})
 
 
-def error(refused: RefusedError) -> dict[str, Any]:
+def error_body(refused: RefusedError) -> dict[str, Any]:
     """Return the body of the answer to a refused request."""
     return {"type": "error", "error": {"type": refused.kind, "message": refused.text}}
 
 
-def stream_error(refused: RefusedError) -> bytes:
+def error_event(refused: RefusedError) -> bytes:
     """Return the event that ends a stream with an error."""
-    return _event("error", {"error": error(refused)["error"]})
+    return _event("error", {"error": error_body(refused)["error"]})
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
@@ -162,7 +163,7 @@ def _message_head(turn: ClientTurn) -> dict[str, Any]:
     return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn.request.model}
 
 
-def _blocks(turn: ClientTurn) -> list[dict[str, Any]]:
+def _content_blocks(turn: ClientTurn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if turn.reasoning:
         # With a signature, because pydantic-ai sends thinking without one back as a message of the user.

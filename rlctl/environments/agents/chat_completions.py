@@ -38,7 +38,7 @@ _REFUSED = {
 }
 
 
-def read(body: dict[str, Any]) -> ClientRequest:
+def read_request(body: dict[str, Any]) -> ClientRequest:
     """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     messages = [_read_message(message) for message in parameters.take("messages", list, [])]
@@ -51,6 +51,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
         raise RefusedError("n must be 1: ask again for another turn")
     if any(modality != "text" for modality in parameters.take("modalities", list, [])):
         raise RefusedError("modalities: this policy writes text alone")
+    # Values that ask for nothing special are ignored. Others stay in the body, and are counted as unenforced.
     if (parameters.body.get("response_format") or {}) == {"type": "text"}:
         parameters.ignore(["response_format"])
     if parameters.body.get("parallel_tool_calls"):
@@ -81,7 +82,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
     )
 
 
-def write(turn: ClientTurn) -> dict[str, Any]:
+def answer_body(turn: ClientTurn) -> dict[str, Any]:
     """Return the body of the answer to a request without streaming."""
     # A turn of tool calls alone has null, as OpenAI's. An empty turn is text, so that an agent's `.strip()` works.
     content = None if turn.calls and not turn.content else turn.content
@@ -90,7 +91,7 @@ def write(turn: ClientTurn) -> dict[str, Any]:
     return {**_completion_head(turn, "chat.completion"), "choices": [choice], "usage": _usage(turn)}
 
 
-def stream(turn: ClientTurn) -> Iterator[bytes]:
+def answer_events(turn: ClientTurn) -> Iterator[bytes]:
     """Yield the server-sent events of a turn. The whole turn comes as one delta."""
     head = _completion_head(turn, "chat.completion.chunk")
     delta: dict[str, Any] = {
@@ -108,19 +109,19 @@ def stream(turn: ClientTurn) -> Iterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-def waiting() -> bytes:
+def waiting_event() -> bytes:
     """Return the comment that keeps a stream open until its turn is sampled."""
     return b": the policy samples\n\n"
 
 
-def error(refused: RefusedError) -> dict[str, Any]:
+def error_body(refused: RefusedError) -> dict[str, Any]:
     """Return the body of the answer to a refused request."""
     return {"error": {"message": refused.text, "type": refused.kind, "param": None, "code": refused.kind}}
 
 
-def stream_error(refused: RefusedError) -> bytes:
+def error_event(refused: RefusedError) -> bytes:
     """Return the event that ends a stream with an error."""
-    return _event(error(refused))
+    return _event(error_body(refused))
 
 
 def _event(fields: dict[str, Any]) -> bytes:

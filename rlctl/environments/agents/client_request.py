@@ -55,12 +55,12 @@ class ClientRequest:
     # False if no text of the turn may be read as a tool call.
     may_call: bool = True
     stream: bool = False
-    # Bytes of the request's body, plus those of the earlier requests that it continues.
+    # Bytes of the request's body, plus those of the earlier requests of its conversation if it has a `previous_id`.
     size: int = 0
     # Values of keys that change only the form of the answer, for example `logprobs`.
     form: dict[str, Any] = field(default_factory=dict)
-    # Id of the turn whose conversation the messages continue; empty if they are the whole conversation.
-    continues: str = ""
+    # Id of the turn whose conversation the messages continue; empty if the messages are the whole conversation.
+    previous_id: str = ""
     # Names of the parameters that were not honoured, for example `overridden/temperature`.
     counted: list[str] = field(default_factory=list)
 
@@ -113,6 +113,7 @@ class Parameters:
 
     def count_rest(self) -> list[str]:
         """Remove and count the remaining keys; return the names of all parameters that were not honoured."""
+        # A metric's name will contain the key, so only short names count. Any text can be a key of the client's JSON.
         self._count_keys("ignored", [key for key in self.body if key.isidentifier() and len(key) <= 40])
         return self.counted
 

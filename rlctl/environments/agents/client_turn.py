@@ -80,6 +80,7 @@ def read_turn(
     stop = ""
     cut = find_cut(chat, tokens, text, request.stop)
     if cut is not None:
+        # The kept tokens contain the stop string. The client reads the text before this string.
         length, stop = cut
         tokens = tokens[:length]
         log_probs = log_probs[:length]
@@ -126,9 +127,11 @@ def find_cut(chat: Chat, tokens: Sequence[int], text: str, stops: Sequence[str])
     cuts = []
     for stop in stops:
         if stop in text:
+            # Bisection, because each longer prefix contains the string too.
             length = bisect_left(range(len(tokens)), True, key=partial(has_stop, stop)) + 1
             cuts.append((length, text.index(stop), stop))
     if not cuts:
         return None
     length, _, stop = min(cuts, key=itemgetter(0, 1))
+    # At most all tokens: a tokenizer may decode a prefix otherwise than the whole, and bisection may find none then.
     return min(length, len(tokens)), stop

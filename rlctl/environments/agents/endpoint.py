@@ -109,8 +109,8 @@ class Endpoint:
     async def _listen(self) -> None:
         _raise_file_limit()
         http = web.Server(self._answer_request)
-        make = partial(Connection, http, self._refusals.logger)
-        server = await self.loop.create_server(make, self._bind, 0, backlog=1024)
+        make_connection = partial(Connection, http, self._refusals.logger)
+        server = await self.loop.create_server(make_connection, self._bind, 0, backlog=1024)
         self._listener = server.sockets[0]
         self._inode = os.fstat(self._listener.fileno()).st_ino
         self.port = self._listener.getsockname()[1]
@@ -132,9 +132,9 @@ class Endpoint:
             if path == "/reward":
                 session.take_reward(_read_reward(_read_object(body)))
                 return web.json_response({"taken": True})
-            read = partial(self._read_request, api, body)
+            read_request = partial(self._read_request, api, body)
             if path.endswith("/count_tokens"):
-                client_request = await session.read(read, len(body))
+                client_request = await session.read(read_request, len(body))
                 return web.json_response({"input_tokens": await session.count_tokens(client_request)})
             retries = whole_number(request.headers.get("x-stainless-retry-count", "")) or 0
             for _ in range(_RETRY_ROUNDS if retries else 0):
@@ -142,16 +142,16 @@ class Endpoint:
             digest = blake2b(path.encode() + b" " + body, digest_size=16).digest()
             flight = session.rejoin(digest, retries)
             if flight is None:
-                flight = session.begin(digest, read, len(body))
+                flight = session.begin(digest, read_request, len(body))
             return await self._deliver_turn(request, session, api, flight)
         except RefusedError as error:
-            return web.json_response(api.error(error), status=error.status)
+            return web.json_response(api.error_body(error), status=error.status)
         except ConnectionError:
             return web.Response()  # nobody reads this response
         except Exception as error:  # a defect of rlctl: this agent gets an error, and other agents go on
             self._print_refusal(request, f"a request that cannot be read: {traceback.format_exc()}")
             refused = RefusedError(f"the request cannot be read: {type(error).__name__}")
-            return web.json_response(api.error(refused), status=refused.status)
+            return web.json_response(api.error_body(refused), status=refused.status)
 
     def _find_session(self, request: web.BaseRequest) -> tuple[AgentSession, str]:
         """Return the session of a request, and the rest of the path. Raises RefusedError."""
@@ -175,6 +175,7 @@ class Endpoint:
         body = bytearray()
         if request.headers.get("Expect", "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            # aiohttp counts these bytes as a part of the answer, which has not begun yet.
             request.writer.output_size = 0
         try:
             if (request.content_length or 0) <= MAX_BODY:
@@ -182,7 +183,7 @@ class Endpoint:
                     body += part
                     if len(body) > MAX_BODY:
                         break
-                else:
+                else:  # the whole body was read
                     return bytes(body)
         except web.RequestPayloadError as error:
             raise RefusedError(f"the body cannot be read: {type(error).__name__}") from error
@@ -192,7 +193,7 @@ class Endpoint:
 
     @staticmethod
     def _read_request(api: ModuleType, body: bytes) -> ClientRequest:
-        client_request: ClientRequest = api.read(_read_object(body))
+        client_request: ClientRequest = api.read_request(_read_object(body))
         return replace(client_request, size=len(body))
 
     async def _deliver_turn(
@@ -201,20 +202,21 @@ class Endpoint:
         """Wait until a turn is sampled, and send it. Raises ConnectionResetError if the client has disconnected."""
         gone = _connection(request).gone
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
-        flight.wait(gone)
+        flight.add_connection(gone)
         try:
-            await asyncio.wait([flight.stream, *waiting], return_when=asyncio.FIRST_COMPLETED)
-            if flight.stream.done() and flight.stream.result():
+            await asyncio.wait([flight.wants_stream, *waiting], return_when=asyncio.FIRST_COMPLETED)
+            if flight.wants_stream.done() and flight.wants_stream.result():
                 return await self._stream_turn(request, session, api, flight)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not flight.work.done():
+            if not flight.work.done():  # then the connection is gone
                 raise ConnectionResetError
             turn = flight.work.result()
             with session.refuse_on_defect():
-                response = web.json_response(api.write(turn))
+                response = web.json_response(api.answer_body(turn))
             return await _send_turn(request, session, turn, response)
         finally:
-            flight.leave(gone, gone.done() or request.transport is None or request.transport.is_closing())
+            is_lost = gone.done() or request.transport is None or request.transport.is_closing()
+            flight.remove_connection(gone, is_lost)
 
     async def _stream_turn(
         self, request: web.BaseRequest, session: AgentSession, api: ModuleType, flight: Flight
@@ -222,21 +224,22 @@ class Endpoint:
         gone = _connection(request).gone
         waiting: list[asyncio.Future[Any]] = [flight.work, gone]
         await asyncio.wait(waiting, timeout=_STREAM_S, return_when=asyncio.FIRST_COMPLETED)
+        # Before the stream has begun, an error is answered with its own HTTP status.
         if flight.work.done() and (error := flight.work.exception()) is not None:
             raise error
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
             while not flight.work.done():
-                await response.write(api.waiting())
+                await response.write(api.waiting_event())
                 await asyncio.wait(waiting, timeout=_COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     raise ConnectionResetError
             turn = flight.work.result()
             with session.refuse_on_defect():
-                events = b"".join(api.stream(turn))
+                events = b"".join(api.answer_events(turn))
         except RefusedError as refused:
-            await response.write(api.stream_error(refused))
+            await response.write(api.error_event(refused))
             await response.write_eof()
             return response
         return await _send_turn(request, session, turn, response, events)
@@ -320,6 +323,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
 
 
 def _read_reward(body: dict[str, Any]) -> Any:
+    """Return the reward in a body: the value of `reward` if it is the only key, else all values by name."""
     return body["reward"] if set(body) == {"reward"} else body
 
 

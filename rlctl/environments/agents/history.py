@@ -157,31 +157,34 @@ class SessionHistory:
 
         Raises RefusedError for messages that the chat template refuses.
         """
-        key, tools = self._tools.share_set(request.tools)
+        tools_key, tools = self._tools.share_set(request.tools)
         unknown = self.chat.unknown_kwargs(request.template_kwargs)
         arguments = {name: value for name, value in request.template_kwargs.items() if name not in unknown}
         chat = self.chat.with_kwargs(arguments)
         if arguments:
-            key += json.dumps(arguments, sort_keys=True)
-        keys = [key, *map(message_key, request.messages)]
-        keys = [self._keys.get(key, key) for key in keys]
+            tools_key += json.dumps(arguments, sort_keys=True)
+        new_keys = [tools_key, *map(message_key, request.messages)]
+        # Equal keys of earlier requests are used again, to save memory.
+        keys = [self._keys.get(key, key) for key in new_keys]
         chains = [b""]
         for key in keys:
             chains.append(_chain_hash(chains[-1], key))
-        # chains[count + 1] is the hash of the tools and the first `count` messages.
-        matched = len(request.messages)
-        while matched and chains[matched + 1] not in self._turns:
-            matched -= 1
-        turn = self._turns[chains[matched + 1]] if matched else None
-        added = request.messages[matched:]
-        new_keys = keys[matched + 1 :] if turn else keys
-        if (length := sum(map(len, new_keys))) > MAX_NEW:
+        # chains[count + 1] is the hash of the tools and the first `count` messages. The last known turn is continued.
+        known_count = len(request.messages)
+        while known_count and chains[known_count + 1] not in self._turns:
+            known_count -= 1
+        turn = self._turns[chains[known_count + 1]] if known_count else None
+        added = request.messages[known_count:]
+        added_keys = keys[known_count + 1 :] if turn else keys
+        if (length := sum(map(len, added_keys))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
         tokens = self._following_tokens(chat, turn, added, tools) if turn else self._opening_tokens(chat, added, tools)
         common, nearest = self._nearest_request(keys)
         rewritten = ""
+        # Each assistant's message should be a turn of this session, so one behind the known turn was rewritten.
         if self._turns and (turn is None or any(message["role"] == "assistant" for message in added)):
             rewritten = _describe_difference(keys, nearest, common)
+        # keys[0] is of the tools. At least 1 for a repeated request, because `keys[-0:]` would be all keys.
         new_count = len(added) if turn else max(1, len(keys) - max(common, 1))
         return PlacedRequest(
             after=turn.number if turn else None,
@@ -230,6 +233,7 @@ class SessionHistory:
     def _following_tokens(self, chat: Chat, turn: KnownTurn, added: list[Message], tools: list[Schema]) -> list[int]:
         """Return the tokens between a turn and the next turn: those of the added messages."""
         stops = frozenset(chat.ends.stops)
+        # Number of messages before the turn, whose own message is the last one.
         count = len(turn.messages) - 1
 
         def render(messages: list[Message]) -> list[int]:

@@ -36,12 +36,12 @@ _REFUSED = {
     "prompt": "this endpoint keeps no prompts",
 }
 # Equal in the Chat Completions API.
-error = chat_completions.error
-stream_error = chat_completions.stream_error
-waiting = chat_completions.waiting
+error_body = chat_completions.error_body
+error_event = chat_completions.error_event
+waiting_event = chat_completions.waiting_event
 
 
-def read(body: dict[str, Any]) -> ClientRequest:
+def read_request(body: dict[str, Any]) -> ClientRequest:
     """Return the request in the body of an HTTP request. Raises RefusedError."""
     parameters = Parameters(dict(body))
     instructions = parameters.take("instructions", str, "")
@@ -50,6 +50,7 @@ def read(body: dict[str, Any]) -> ClientRequest:
     parameters.counted += [f"unenforced/tool_{kind}" for kind in hosted]
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += [{"role": "user", "content": sent}] if isinstance(sent, str) else _read_items(sent)
+    # Values that ask for nothing special are ignored. Others stay in the body, and are counted as unenforced.
     text = parameters.body.get("text")
     if isinstance(text, dict) and (text.get("format") or {"type": "text"}) == {"type": "text"}:
         parameters.ignore(["text"])
@@ -72,12 +73,12 @@ def read(body: dict[str, Any]) -> ClientRequest:
         template_kwargs=parameters.take_template_kwargs(),
         may_call=choice != "none",
         stream=bool(parameters.take("stream", bool, False)),
-        continues=previous_id.removeprefix("resp_"),
+        previous_id=previous_id.removeprefix("resp_"),
         counted=parameters.count_rest(),
     )
 
 
-def write(turn: ClientTurn) -> dict[str, Any]:
+def answer_body(turn: ClientTurn) -> dict[str, Any]:
     """Return the body of the answer to a request without streaming."""
     is_cut = turn.finish == "length"
     usage = {
@@ -95,17 +96,22 @@ def write(turn: ClientTurn) -> dict[str, Any]:
     }
 
 
-def stream(turn: ClientTurn) -> Iterator[bytes]:
-    """Yield the server-sent events of a turn. Each item of the output comes as one delta."""
-    response = write(turn)
-    empty_response = {**_response_head(turn, "in_progress"), "output": [], "usage": None}
+def answer_events(turn: ClientTurn) -> Iterator[bytes]:
+    """Yield the server-sent events of a turn: the begun response, each item of the output, the ended response.
+
+    The turn is sampled already, so each item comes as one delta.
+    """
+    ended_response = answer_body(turn)
+    begun_response = {**_response_head(turn, "in_progress"), "output": [], "usage": None}
+    # (type, fields) of each event.
     events: list[tuple[str, dict[str, Any]]] = [
-        ("response.created", {"response": empty_response}),
-        ("response.in_progress", {"response": empty_response}),
+        ("response.created", {"response": begun_response}),
+        ("response.in_progress", {"response": begun_response}),
     ]
-    for index, item in enumerate(response["output"]):
+    for index, item in enumerate(ended_response["output"]):
         events += _item_events(index, item)
-    events.append((f"response.{response['status']}", {"response": response}))
+    # `response.completed`, or `response.incomplete` for a turn that met its limit of tokens.
+    events.append((f"response.{ended_response['status']}", {"response": ended_response}))
     for number, (kind, fields) in enumerate(events):
         event = json.dumps({"type": kind, "sequence_number": number, **fields})
         yield f"event: {kind}\ndata: {event}\n\n".encode()
@@ -180,6 +186,10 @@ def _read_tools(tools: list[Any]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _response_head(turn: ClientTurn, status: str) -> dict[str, Any]:
+    """Return the fields of a response other than its output and usage.
+
+    status: `in_progress`, `completed` or `incomplete`. Fields without a meaning here are None or the API's default.
+    """
     request = turn.request
     tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools]
     return {
@@ -193,7 +203,7 @@ def _response_head(turn: ClientTurn, status: str) -> dict[str, Any]:
         "instructions": None,
         "metadata": {},
         "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{request.continues}" if request.continues else None,
+        "previous_response_id": f"resp_{request.previous_id}" if request.previous_id else None,
         "tool_choice": "auto" if request.may_call else "none",
         "tools": tools,
         "temperature": None,

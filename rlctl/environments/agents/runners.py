@@ -20,9 +20,9 @@ from rlctl.utils.user_code import shorten_text
 Agent = Callable[[AgentTask, str, str], Any]
 # Event loop of all agents that are async functions.
 _COROUTINES = CoroutineLoop()
-# Seconds after which the late start of a coroutine is printed, once.
+# Seconds after which the start of a coroutine is late.
 _LATE_S = 5.0
-_late_noted = threading.Event()
+_late_warned = threading.Event()
 
 
 def read_agent(function: Any) -> list[str]:
@@ -43,7 +43,7 @@ def announce(task: AgentTask, base_url: str, api_key: str) -> None:
     threading.Event().wait()
 
 
-def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
+def start_function(function: Agent, launch: AgentLaunch) -> Callable[[], None]:
     """Call an agent's function in its own thread, so that agents can block. Return a function that stops the agent.
 
     All coroutines run on one event loop of the process, because an async client works on one loop only and most SDKs
@@ -54,26 +54,26 @@ def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
     # The coroutine's task once it has started; at most one.
     tasks: list[asyncio.Task[Any]] = []
 
-    async def await_coroutine(coroutine: Coroutine[Any, Any, Any], start: float) -> Any:
-        _note_late(time.monotonic() - start)
-        tasks.append(asyncio.ensure_future(seeding.await_using(call.generator, coroutine)))
-        if is_stopped.is_set():
+    async def await_coroutine(coroutine: Coroutine[Any, Any, Any], submitted_at: float) -> Any:
+        _warn_if_late(time.monotonic() - submitted_at)
+        tasks.append(asyncio.ensure_future(seeding.await_using(launch.generator, coroutine)))
+        if is_stopped.is_set():  # `stop` came before the task, and had nothing to cancel
             tasks[0].cancel()
         return await tasks[0]
 
     def call_function() -> Any:
-        value = function(call.task, call.base_url, call.api_key)
+        value = function(launch.task, launch.base_url, launch.api_key)
         if not inspect.iscoroutine(value):
             return value
         waiting = await_coroutine(value, time.monotonic())
         return asyncio.run_coroutine_threadsafe(waiting, _COROUTINES.running).result()
 
     def run() -> None:
-        seeding.use(call.generator)
+        seeding.use(launch.generator)
         name = str(getattr(function, "__name__", "agent"))
         outcome = run_action(name, call_function, function, __file__)
         with suppress(RuntimeError):  # the loop is closed, because the process is about to end
-            call.loop.call_soon_threadsafe(call.on_end, outcome)
+            launch.loop.call_soon_threadsafe(launch.on_end, outcome)
 
     def stop() -> None:
         is_stopped.set()
@@ -84,11 +84,14 @@ def start_function(function: Agent, call: AgentLaunch) -> Callable[[], None]:
     return stop
 
 
-def _note_late(seconds: float) -> None:
-    """Print once that a coroutine waited longer than `_LATE_S` seconds for the loop."""
-    if seconds > _LATE_S and not _late_noted.is_set():
-        _late_noted.set()
+def _warn_if_late(waited_s: float) -> None:
+    """Print a warning if a coroutine waited longer than `_LATE_S` for the event loop. A process prints it once.
+
+    An agent that blocks the loop, for example in `time.sleep`, delays the coroutines of all other agents.
+    """
+    if waited_s > _LATE_S and not _late_warned.is_set():
+        _late_warned.set()
         problem = (
-            f"a coroutine began {seconds:.0f} s late: another one blocks the event loop that all of a process share"
+            f"a coroutine began {waited_s:.0f} s late: another one blocks the event loop that all of a process share"
         )
         print(f"agents: {problem}; await an async client, or write `def run`", file=sys.stderr, flush=True)

@@ -115,12 +115,12 @@ class Served:
 
     def _give_turn(self, number: int, text: str) -> None:
         if text in ("max_turns", "max_length", "time"):
-            self.session.answer(number, text)
+            self.session.take_answer(number, text)
             return
         tokens = self.chat.encode(text)
         self.sampled[number] = tokens
         finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
-        self.session.answer(number, AgentTurn(tokens, [-0.5] * len(tokens), finish))
+        self.session.take_answer(number, AgentTurn(tokens, [-0.5] * len(tokens), finish))
 
 
 def script(*texts: str | None) -> Callable[[int], str | None]:

@@ -223,21 +223,21 @@ def test_a_retry_joins_a_large_request_that_is_being_read(serve: Serve, monkeypa
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x " * LARGE}]}).encode()
     is_reading = threading.Event()
     may_go_on = threading.Event()
-    read = chat_completions.read
+    read_request = chat_completions.read_request
 
     def read_slowly(body: dict[str, Any]) -> Any:
         is_reading.set()
         assert may_go_on.wait(10)
-        return read(body)
+        return read_request(body)
 
-    monkeypatch.setattr(chat_completions, "read", read_slowly)
+    monkeypatch.setattr(chat_completions, "read_request", read_slowly)
     answers = list[Any]()
     first = threading.Thread(target=lambda: answers.append(post(served, raw)))
     retry = threading.Thread(target=lambda: answers.append(post(served, raw, headers={"x-stainless-retry-count": "1"})))
     first.start()
     assert is_reading.wait(10)
     retry.start()
-    until(lambda: served.session.counts["coalesced"] or served.session._large._waiters)
+    until(lambda: served.session.counts["coalesced"] or served.session._thread_lock._waiters)
     may_go_on.set()
     for client in (first, retry):
         client.join(10)

@@ -56,7 +56,7 @@ def test_a_coroutine_is_cancelled_when_its_session_is_closed() -> None:
 
 def test_a_coroutine_that_blocks_the_others_is_told_once(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr(runners, "_LATE_S", 0.0)
-    monkeypatch.setattr(runners, "_late_noted", threading.Event())
+    monkeypatch.setattr(runners, "_late_warned", threading.Event())
 
     async def ends(task: AgentTask, base_url: str, api_key: str) -> float:
         return 1.0

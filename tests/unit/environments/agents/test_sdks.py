@@ -61,13 +61,13 @@ def test_what_a_client_keeps(agent: str, serve: Serve, monkeypatch: pytest.Monke
         pytest.skip(f"{AGENTS[agent][0]} is not installed: pip install -e '.[agents-test]'")
     bodies = list[Any]()
     for api in (chat_completions, anthropic_messages, responses):
-        read = api.read
+        read_request = api.read_request
 
-        def note_and_read(body: dict[str, Any], read: Any = read) -> Any:
+        def note_and_read(body: dict[str, Any], read_request: Any = read_request) -> Any:
             bodies.append(body)
-            return read(body)
+            return read_request(body)
 
-        monkeypatch.setattr(api, "read", note_and_read)
+        monkeypatch.setattr(api, "read_request", note_and_read)
     turns = turns_of(agent)
     thinking, num_rows = THINKING_AND_ROWS[agent]
     served = serve(lambda number: f"{turns[number % len(turns)]}{END}" if number < 8 else "max_turns")
