@@ -67,8 +67,7 @@ def play_episodes(
     with ExitStack() as stack:
         # The pool starts before Ray changes this process's variables.
         pool = stack.enter_context(environment_pool(config))
-        # `valued=False`: an episode may end without a reward here.
-        setup = set_up(config, pool, chat, tasks[0], valued=False)
+        setup = set_up(config, pool, chat, tasks[0], needs_reward=False)
         scorer = stack.enter_context(Scorer([], logs, emit))
         dispatcher = stack.enter_context(engines(settled, files, stops, version, logs, emit, pool.events))
         runner = make_runner(settled, chat, dispatcher, pool, setup, trains=False)

@@ -10,7 +10,7 @@ from rlctl.config.builtin import recipe_names
 from rlctl.config.errors import UserError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_model
 from rlctl.models.facts import has_weights
-from rlctl.models.weight_headers import lacking
+from rlctl.models.weight_headers import explain_no_weights
 from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights, hold
 from rlctl.run.file_manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
@@ -49,7 +49,7 @@ def find_target(text: str, root: Path, step: int | None = None) -> Target:
     path = next((path for path in (Path(text), root / text) if is_model(path) or is_checkpoint(path)), None)
     if path is not None:
         if not (is_checkpoint(path) or is_adapter(path) or has_weights(path)):
-            problem = f"{path} has a config.json, but no weights: {lacking(path)}"
+            problem = f"{path} has a config.json, but no weights: {explain_no_weights(path)}"
             raise TargetError(f"{problem}; a run with model.path={path} model.random_init=true makes random ones")
         if step is not None:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")

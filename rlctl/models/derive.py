@@ -21,7 +21,7 @@ from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, 
 from rlctl.models.grouped_experts import stacked_experts
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
 from rlctl.models.meta_model import causal_lm, reason, text_config
-from rlctl.models.observed_facts import kept_of_rows, observe
+from rlctl.models.observed_facts import measure_row_bytes, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
 from rlctl.models.weight_headers import DTYPES, weight_headers
 
@@ -206,7 +206,7 @@ def _measure_sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str
         state_layers=len(kinds.states),
         one_sequence_a_row=kinds.one_sequence_a_row,
         dropout=tuple(key for key, _ in kinds.dropout),
-        row_bytes=tuple(kept_of_rows(decoder, longest_sequence(config))) if kinds.one_sequence_a_row else (),
+        row_bytes=tuple(measure_row_bytes(decoder, longest_sequence(config))) if kinds.one_sequence_a_row else (),
     )
 
 

@@ -19,7 +19,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.adapters import text_name
-from rlctl.models.observed_facts import without_dropout, without_padding_warning
+from rlctl.models.observed_facts import turn_off_dropout, turn_off_padding_warning
 from rlctl.models.state_layers import install_restarts
 
 
@@ -99,7 +99,7 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = text_config(folder)
-    without_dropout(config)
+    turn_off_dropout(config)
     try:
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(
@@ -110,7 +110,7 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
             )
     except Exception as error:  # Model classes raise any type of error for bad sizes.
         raise ModelError(f"{folder}: transformers does not build {config.model_type}: {reason(error)}") from error
-    without_padding_warning(lm)
+    turn_off_padding_warning(lm)
     dropouts = [name for name, module in lm.named_modules() if isinstance(module, _DropoutNd) and module.p]
     if dropouts:
         raise ModelError(f"{folder} has dropout at {dropouts[0]} that no key of its config.json turns off")

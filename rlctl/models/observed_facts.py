@@ -46,7 +46,7 @@ def observe(config: Any) -> LayerKinds:
     from transformers.integrations.moe import ExpertsInterface
 
     config = copy.deepcopy(config)
-    dropout = without_dropout(config)
+    dropout = turn_off_dropout(config)
     # Grouped matrix products lack a meta implementation for some dtypes and widths.
     ExpertsInterface.register(_EXPERTS, lambda experts, hidden, *_: torch.empty_like(hidden))
     make = partial(AutoModelForCausalLM.from_config, dtype=torch.bfloat16, experts_implementation=_EXPERTS)
@@ -58,7 +58,7 @@ def observe(config: Any) -> LayerKinds:
         except KeyError:
             lm = make(config, attn_implementation="eager")
             record = _Record(f"{config.model_type} does not let others compute its attention")
-        without_padding_warning(lm)
+        turn_off_padding_warning(lm)
         logits, head_output = _forward_pass(lm.eval(), record)
     return LayerKinds(
         logits=_fit_logits(config, logits, head_output),
@@ -69,7 +69,7 @@ def observe(config: Any) -> LayerKinds:
     )
 
 
-def without_padding_warning(lm: nn.Module) -> None:
+def turn_off_padding_warning(lm: nn.Module) -> None:
     """Disable a warning of transformers' classes (GPT-2's) that reads the tokens in each forward pass without a mask.
 
     Tokens on the meta device cannot be read, and on a GPU reading them would wait for the device.
@@ -79,7 +79,7 @@ def without_padding_warning(lm: nn.Module) -> None:
             module.warn_if_padding_and_no_attention_mask = lambda *_: None  # type: ignore[assignment]
 
 
-def without_dropout(config: Any) -> dict[str, float]:
+def turn_off_dropout(config: Any) -> dict[str, float]:
     """Set every dropout rate and router jitter of a transformers config to 0. Return key -> rate of those above 0.
 
     Engines sample without dropout, so log-probs with dropout would be of another policy.
@@ -90,7 +90,7 @@ def without_dropout(config: Any) -> dict[str, float]:
             rates[key] = float(setting)
             setattr(config, key, 0.0)
         elif hasattr(setting, "model_type"):
-            rates |= without_dropout(setting)
+            rates |= turn_off_dropout(setting)
     return rates
 
 
@@ -100,7 +100,7 @@ _LONGEST_ROW = 512
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def kept_of_rows(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
+def measure_row_bytes(decoder: nn.Module, longest: int) -> Iterator[RowBytes]:
     """Yield for each compute dtype the bytes that a decoder on the meta device keeps for its backward pass.
 
     The bytes of a row of n tokens are a * n + b * n * n. Two row lengths within the longest sequence give a and b.
@@ -189,7 +189,7 @@ class _Record:
         # Index of the layer whose forward pass is running.
         self.layer = -1
 
-    def attend(
+    def record_attention(
         self,
         module: nn.Module,
         query: Tensor,
@@ -223,7 +223,7 @@ class _Record:
         )
         return query.new_empty(1, tokens, heads, value.shape[3]), None
 
-    def carry(self, name: str, original: Any) -> Any:
+    def make_stand_in(self, name: str, original: Any) -> Any:
         """Return a replacement for a state function. It records each call in the running layer."""
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
@@ -275,11 +275,11 @@ def _record_calls(lm: Any, record: _Record) -> Iterator[None]:
         for name in (*FUNCTIONS, *_NOT_RESTARTED):
             if hasattr(home, name):
                 stack.callback(setattr, home, name, getattr(home, name))
-                setattr(home, name, record.carry(name, getattr(home, name)))
+                setattr(home, name, record.make_stand_in(name, getattr(home, name)))
         for module in lm.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 stack.callback(module.register_forward_pre_hook(enter).remove)
-        AttentionInterface.register(NAME, record.attend)
+        AttentionInterface.register(NAME, record.record_attention)
         stack.callback(register)
         yield
 

@@ -150,7 +150,7 @@ class ParameterTable:
         """Return True if a refit sends this parameter or buffer."""
         return any(row.is_sent for row in self._rows_by_target.get(target, ()))
 
-    def below(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
+    def with_adapters(self, adapters: Iterable[AdapterTensor]) -> "ParameterTable":
         """Return the table of the model with adapters: the same rows, frozen, then a row for each adapter tensor."""
         rows = [replace(row, frozen=True) for row in self.rows]
         for adapter in adapters:

@@ -71,7 +71,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:
+def contiguous_runs(shape: Shape, start: Shape, size: Shape) -> Iterator[tuple[int, int]]:
     """Yield (first element in the whole tensor, number of elements) of each contiguous run of a box, in order."""
     # In dimensions from `inner` on, the box has the tensor's full size. A run covers these dimensions and the one
     # before.
@@ -92,13 +92,13 @@ def write_box(descriptor: int, place: tuple[int, Shape], start: Shape, part: Ten
     content = bytes_of(part)
     width = part.element_size()
     written = 0
-    for first, count in runs(shape, start, tuple(part.shape)):
+    for first, count in contiguous_runs(shape, start, tuple(part.shape)):
         write_at(descriptor, content[written : written + count * width], begin + first * width)
         written += count * width
-    return sum_of(content)
+    return sum_bytes(content)
 
 
-def sum_of(content: memoryview) -> int:
+def sum_bytes(content: memoryview) -> int:
     """Return the sum of the byte values."""
     return int(torch.frombuffer(content, dtype=torch.uint8).sum(dtype=torch.int64)) if content else 0
 

@@ -64,12 +64,12 @@ def weight_files(folder: Path) -> list[Path]:
         if index.exists():
             problem = f"{index.name} lists {missing[0]}: {len(missing)} of {len(names)} files are missing"
             raise ModelError(f"{folder}: {problem}; copy or download them again")
-        raise ModelError(f"{folder} has no weights: {lacking(folder)}")
+        raise ModelError(f"{folder} has no weights: {explain_no_weights(folder)}")
     return [folder / name for name in names]
 
 
-def lacking(folder: Path) -> str:
-    """Return the message for a folder that has neither model.safetensors nor its index."""
+def explain_no_weights(folder: Path) -> str:
+    """Return why a folder has no weights, for a folder that has neither model.safetensors nor its index."""
     for pattern in _OTHERS:
         other = min((path.name for path in folder.glob(pattern)), default=None)
         if other is None:

@@ -74,7 +74,7 @@ class TransportSpec:
     first_rank: int = 0
 
     @property
-    def rendezvous(self) -> bool:
+    def is_simultaneous(self) -> bool:
         """True if trainer ranks and engines must take part at the same time."""
         return self.kind != "shm"
 

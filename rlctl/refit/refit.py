@@ -142,7 +142,7 @@ class Refit:
         options = self.options
         spec = self.transport(sum(engine.ranks for engine in engines))
         trainer_calls = []
-        if spec.rendezvous or not self._is_open:
+        if self._is_simultaneous or not self._is_open:
             trainer_calls.append(self._trainers.start(SendsWeights.refit_open, spec, self._shared_plan))
         engine_calls = []
         for engine, first_rank in zip(engines, _first_ranks(engines)):
@@ -163,7 +163,7 @@ class Refit:
         header = self._make_header(version, checks)
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
-        if not self.transport(0).rendezvous:
+        if not self._is_simultaneous:
             sending.wait(self._patience_s, KNOB)
         write_seconds = time.perf_counter() - begin
         engine_calls = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
@@ -174,7 +174,7 @@ class Refit:
             self._verify_proofs(version, engines, engine_reports)
         report = _merge_reports(engine_reports, send_reports)
         # Engines that read from shared memory do not measure the time of writing there: add it.
-        return report if self.transport(0).rendezvous else replace(report, seconds=report.seconds + write_seconds)
+        return report if self._is_simultaneous else replace(report, seconds=report.seconds + write_seconds)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring rebuilt engines (`fresh`) and engines that missed the version (`behind`) to `version`.
@@ -182,7 +182,7 @@ class Refit:
         engines: all engines; the others have the version already. Raises EnginesLost with indices into `engines`, or a
         trainer's error.
         """
-        if self.transport(0).rendezvous:
+        if self._is_simultaneous:
             self.open(engines)
             self.run(engines, version, "all")
             return
@@ -230,7 +230,7 @@ class Refit:
 
     def catch_up(self, behind: list[EngineEnd], version: int) -> None:
         """Bring only the engines `behind` to `version`, while lost engines are being rebuilt. Raises like `run`."""
-        if self.transport(0).rendezvous:
+        if self._is_simultaneous:
             self.open(behind)
             self.run(behind, version, "all")
             return
@@ -243,6 +243,11 @@ class Refit:
     @property
     def _patience_s(self) -> float:
         return self.options.timeout_s + _GRACE_S
+
+    @property
+    def _is_simultaneous(self) -> bool:
+        """True if trainer ranks and engines must take part at the same time, for any number of engines."""
+        return self.transport(0).is_simultaneous
 
     def transport(self, receivers: int) -> TransportSpec:
         """Return the transport for a refit to this number of engine workers."""

@@ -116,9 +116,12 @@ def _config_keys(config: GrpoConfig) -> dict[str, str]:
     }
 
 
-def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, valued: bool = True) -> EpisodeSetup:
-    """Read the environments, and try one episode of the task `first`. valued: True if episodes must have a reward.
+def set_up(
+    config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, needs_reward: bool = True
+) -> EpisodeSetup:
+    """Read the environments, and try one episode of the task `first`.
 
+    needs_reward: True if episodes must have a reward.
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
     section = config.environment
@@ -126,14 +129,14 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
         format = format_of_calls(section.tool_format, chat)
         pool.give_chat(ChatSpec.from_chat(chat), format)
         contracts = read_environments(config, pool)
-        note, tried = _try_agent(config, pool, chat, first, valued)
+        note, tried = _try_agent(config, pool, chat, first, needs_reward)
         template_notes = [_UNWRITTEN.format("a message of the agent")] if tried.unwritten else []
         return EpisodeSetup(contracts, format, first.messages, [], [note], template_notes, tried.prompt)
     contracts = read_environments(config, pool)
     keys = _config_keys(config)
     if config.rollout is not None:
-        return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
-    problems = _unvalued_problems(config, contracts, keys) if valued else []
+        return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, needs_reward)], [])
+    problems = _unvalued_problems(config, contracts, keys) if needs_reward else []
     environment_notes = []
     for key, contract in contracts.items():
         environment_notes += [f"{keys[key]}: {note}" for note in contract.notes]
@@ -170,7 +173,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     )
 
 
-def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
+def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, needs_reward: bool) -> str:
     """Call the rollout function on a task, with the row's answer as each sample. Return a line for the user.
 
     Raises UnusableEnvironmentError if the function fails. If the row has no answer, the samples are made up, and the
@@ -184,7 +187,7 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
     task = {"id": first.id, "prompt": first.text, "tokens": first.tokens, "answer": first.answer, "row": first.row}
     tried = try_function(pool, "first", task, 0, [answer or first.tokens[-1:]], config.environment.max_turns)
     failure = None if tried.failure is None else str(tried.failure)
-    if failure is None and tried.reward is None and valued and not config.rewards:
+    if failure is None and tried.reward is None and needs_reward and not config.rewards:
         failure = "returned None, and rewards is empty: nothing values its rollouts"
     elif tried.failure and not answer and tried.failure.kind == "raised" and not looks_like_bug(tried.failure.cause):
         return f"rollout: tried on row {first.id} with a made-up answer: {failure}"
@@ -195,7 +198,7 @@ def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: 
 
 
 def _try_agent(
-    config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool
+    config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, needs_reward: bool
 ) -> tuple[str, TriedFunction]:
     """Run the agent on a task; each turn is the row's answer, or "yes". Return (line for the user, the trial's record).
 
@@ -212,7 +215,7 @@ def _try_agent(
     if failure is not None and failure.kind == "raised" and tried.samples and not looks_like_bug(failure.cause):
         return f"{trial}: {failure}", tried
     reason = None if failure is None else str(failure)
-    if reason is None and tried.reward is None and valued and not config.rewards:
+    if reason is None and tried.reward is None and needs_reward and not config.rewards:
         reason = "gave no value, and rewards is empty: nothing values its rollouts"
     if reason is not None:
         raise UnusableEnvironmentError([(_config_keys(config)[_AGENT], f"row {first.id}: {reason}")])

@@ -70,7 +70,7 @@ class TrainerRank(ABC):
         # Folder of the frozen weights below adapters.
         self._frozen_folder = None
         if adapters := spec.config.adapters:
-            self._table = self._table.below(adapters.tensors)
+            self._table = self._table.with_adapters(adapters.tensors)
             self._frozen_folder = spec.model_path
         for finding in backend_of(spec.config).check_model(spec.config, self._facts.sizes):
             raise ValueError(finding.message)

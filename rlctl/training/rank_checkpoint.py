@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rlctl.models.hf_folder import Companions, FolderWriter, WeightFiles, list_weight_files
 from rlctl.models.parameter_table import Layout, ParameterTable
-from rlctl.models.safetensors_files import FileLayout, bytes_of, lay_out, sum_of
+from rlctl.models.safetensors_files import FileLayout, bytes_of, lay_out, sum_bytes
 from rlctl.training.offload import lock_pages, unlock_pages
 from rlctl.utils.device_stream import DeviceStream
 from rlctl.utils.digests import StreamDigest, count_pieces, piece_digest
@@ -340,7 +340,7 @@ class RankSave:
 
         def add_to_sum(piece: memoryview) -> None:
             nonlocal read_sum
-            read_sum += sum_of(piece)
+            read_sum += sum_bytes(piece)
 
         pieces = []
         for file in list_weight_files(self._export):

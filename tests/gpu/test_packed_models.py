@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlctl.models import packed_attention
 from rlctl.models.layer_kinds import has_kernels
-from rlctl.models.observed_facts import without_dropout
+from rlctl.models.observed_facts import turn_off_dropout
 from rlctl.models.state_layers import install_restarts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -38,7 +38,7 @@ def make_model(family: str, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
-    without_dropout(config)
+    turn_off_dropout(config)
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation=packed_attention.register()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlctl.models.layer_kinds import LayerKinds, LogitTransform
 from rlctl.models.meta_model import skeleton
-from rlctl.models.observed_facts import kept_of_rows, observe, without_dropout
+from rlctl.models.observed_facts import measure_row_bytes, observe, turn_off_dropout
 from tests.tiny_models import make_model
 from tests.unit.models.test_packed_families import EXPERTS, FAMILIES, FOUR, MAMBA, STATE_FAMILIES, WINDOW
 
@@ -123,7 +123,7 @@ def test_bytes_that_rows_keep_are_those_of_a_real_pass(family: str, keys: dict[s
     config = AutoConfig.for_model(family, **{**SIZES, "hidden_size": 64, "num_attention_heads": 4, **keys})
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     decoder = lm.get_decoder()
-    all_row_bytes = kept_of_rows(copy.deepcopy(decoder).to("meta"), 512)
+    all_row_bytes = measure_row_bytes(copy.deepcopy(decoder).to("meta"), 512)
     recorded = next(row_bytes for row_bytes in all_row_bytes if row_bytes.dtype == "float32")
     assert recorded.pair == bytes_per_pair
     decoder_tensors = [*decoder.parameters(), *decoder.buffers()]
@@ -147,8 +147,8 @@ def test_dropout_is_found_and_off() -> None:
     config = config_of("seed_oss", attention_dropout=0.1, residual_dropout=0.2)
     assert dict(observe(config).dropout) == {"attention_dropout": 0.1, "residual_dropout": 0.2}
     assert config.attention_dropout == 0.1
-    assert without_dropout(config) == {"attention_dropout": 0.1, "residual_dropout": 0.2}
-    assert (config.attention_dropout, config.residual_dropout) == (0.0, 0.0) and without_dropout(config) == {}
+    assert turn_off_dropout(config) == {"attention_dropout": 0.1, "residual_dropout": 0.2}
+    assert (config.attention_dropout, config.residual_dropout) == (0.0, 0.0) and turn_off_dropout(config) == {}
 
 
 def test_what_trains_has_no_dropout(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Pa
     base_table = table_of(causal_lm(folder), folder)
     targets, _ = choose_targets(derive_facts(folder).sizes.linears, "attention")
     spec = AdapterSpec(rank=2, alpha=4.0, rslora=False, dropout=0.0, targets=targets)
-    table = base_table.below(spec.tensors)
+    table = base_table.with_adapters(spec.tensors)
     expected_rows = [(tensor.name, tensor.shape) for tensor in spec.tensors]
     assert [(row.name, row.shape) for row in table.sent_rows] == expected_rows
     assert all(row.is_trained and table.sends(row.name) for row in table.sent_rows)

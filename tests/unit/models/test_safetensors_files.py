@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlctl.models.hf_folder import FolderWriter, list_weight_files
-from rlctl.models.safetensors_files import runs
+from rlctl.models.safetensors_files import contiguous_runs
 from rlctl.training.rank_checkpoint import FilesWritten, PiecesRead
 from rlctl.training.trainer_save import join_export
 from rlctl.utils.digests import PIECE, StreamDigest, count_pieces, join_pieces, piece_digest
@@ -60,7 +60,7 @@ def test_a_wider_tensor_is_cast_to_the_dtype_of_the_folder(tmp_path: Path) -> No
 def test_a_box_is_as_few_runs_as_it_can_be(
     shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], expected: list[tuple[int, int]]
 ) -> None:
-    assert list(runs(shape, start, size)) == expected
+    assert list(contiguous_runs(shape, start, size)) == expected
 
 
 def test_the_digest_of_a_stream_is_that_of_the_pieces_of_its_file(tmp_path: Path) -> None:
