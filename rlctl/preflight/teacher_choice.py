@@ -4,8 +4,10 @@ Packs, checkpointing and the engines' memory depend on the teacher's memory, so 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
+from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import USABLE, Basis, Chosen, choose
@@ -17,8 +19,12 @@ from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, TeacherUse, Tra
 
 def choose_with_teacher(basis: Basis, config: GrpoConfig, role_facts: Mapping[Role, RoleFacts]) -> Chosen:
     """Return `choose`, with the first place of the teacher that fits a training rank, else with the last one."""
+    needs_teacher = False
+    # A broken loss is its own problem, and not one of the trainer's values.
+    with suppress(BrokenValueError):
+        needs_teacher = reads_divergence(config)
     # Settings that an SFT run's recipe gets are chosen, and no update of that run computes a divergence.
-    if basis.facts is None or isinstance(basis.trainer, TrainerSettings) or not reads_divergence(config):
+    if basis.facts is None or isinstance(basis.trainer, TrainerSettings) or not needs_teacher:
         return choose(basis)
     teachers = _possible_sizes(config, role_facts, basis.facts, basis.dtype, basis.longest_sequence or 0)
     possible = [choose(replace(basis, teacher=teacher)) for teacher in teachers]
