@@ -176,9 +176,9 @@ class Chat:
         rows = self._embedding_rows
         if rows is not None:
             # Tokens that the model has no embedding for. Added tokens may have any id, so each one is compared.
-            base = self.tokenizer.vocab_size
-            beyond = sum(token >= max(base, rows) for token in self.tokenizer.added_tokens_decoder)
-            beyond += max(0, base - rows)
+            base_size = self.tokenizer.vocab_size
+            beyond = sum(token >= max(base_size, rows) for token in self.tokenizer.added_tokens_decoder)
+            beyond += max(0, base_size - rows)
             text = f"the tokenizer has {beyond:,} tokens beyond the model's vocabulary of {rows:,}"
             warnings.append(f"{text}: text that yields one is refused")
         return replace(ends, warnings=tuple(warnings))
@@ -192,11 +192,13 @@ class Chat:
         before, behind = self._render_around(messages, added, tools)
         marker = self._turn_end.token
         if marker is None:
+            # A turn may end with the control token that begins the next message, such as GLM-4.5's mark of a role.
             between = self.encode(behind, before)
             is_marked = bool(between) and between[0] in self.tokenizer.added_tokens_decoder
-            return TurnLink([], between, between[0] if is_marked else None)
+            return TurnLink(close=[], between=between, mark=between[0] if is_marked else None)
         end = behind.index(marker) + len(marker)
-        return TurnLink(self._closing(behind[:end]), self.encode(behind[end:], before + behind[:end]))
+        between = self.encode(behind[end:], before + behind[:end])
+        return TurnLink(close=self._encode_closing(behind[:end]), between=between)
 
     def following_end(self, messages: Messages, added: Messages, tools: Tools = ()) -> str:
         """Return the template's text behind a turn, up to a token that ends the turn; empty without such a token.
@@ -207,9 +209,12 @@ class Chat:
             behind = self._render_around(messages, added, tools)[1]
         except DataError:
             return ""
-        mark = behind.lstrip()
-        tokens = [text for text, _ in self.ends.by_id.values() if mark.startswith(text)]
-        return behind[: len(behind) - len(mark) + len(max(tokens, key=len))] if tokens else ""
+        text = behind.lstrip()
+        end_texts = [end_text for end_text, _ in self.ends.by_id.values() if text.startswith(end_text)]
+        if not end_texts:
+            return ""
+        num_blanks = len(behind) - len(text)
+        return behind[: num_blanks + len(max(end_texts, key=len))]
 
     def _render_around(self, messages: Messages, added: Messages, tools: Tools) -> tuple[str, str]:
         """Return the rendered chat up to the end of the assistant's turn behind `messages`, and the text behind that.
@@ -237,10 +242,11 @@ class Chat:
         if self.template is None:
             return False
         turn = f"<think>\nthought\n</think>\n\n{_ANSWER_TEXT}"
-        chat = [{"role": "user", "content": "question"}]
+        first_messages = [{"role": "user", "content": "question"}]
         added = [{"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
         with suppress(Exception):  # The template refuses this chat. An error in a row is raised with the row's place.
-            return not self.render([*chat, *added], generation=True).startswith(self.prompt_text(chat) + turn)
+            rendered = self.render([*first_messages, *added], generation=True)
+            return not rendered.startswith(self.prompt_text(first_messages) + turn)
         return False
 
     @cached_property
@@ -270,7 +276,7 @@ class Chat:
         return [str(token) for token in added if token.special]
 
     @cached_property
-    def _closing(self) -> Callable[[str], list[int]]:
+    def _encode_closing(self) -> Callable[[str], list[int]]:
         """Function to encode the text that closes a turn. Cached, because nearly all turns have the same text."""
         return lru_cache(maxsize=16)(partial(self.encode, before=_ANSWER_TEXT))
 
@@ -300,8 +306,9 @@ class Chat:
         The result is kept for each object, because nobody changes a list of tools. Marking the 24 tools of an agent
         takes 2 ms, and each turn of the agent needs them.
         """
-        cached, marked = self._tools_by_id.get(id(tools), ((), ()))
-        if cached is not tools:
+        known_tools, marked = self._tools_by_id.get(id(tools), ((), ()))
+        # Python gives the id of a deleted object to another one, but an object that is kept here is not deleted.
+        if known_tools is not tools:
             while len(self._tools_by_id) >= _TOOL_SETS:
                 self._tools_by_id.pop(next(iter(self._tools_by_id)), None)
             marked = self._control.mark_all(list(tools))
@@ -382,10 +389,10 @@ class Chat:
             config = read_object(self.folder / "config.json") if self.folder else {}
         except ModelError:
             return None
-        text = config.get("text_config")
-        rows = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-        last = max([len(self.tokenizer) - 1, *self.tokenizer.added_tokens_decoder])
-        return rows if isinstance(rows, int) and rows <= last else None
+        text_config = config.get("text_config")
+        rows = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+        last_token = max([len(self.tokenizer) - 1, *self.tokenizer.added_tokens_decoder])
+        return rows if isinstance(rows, int) and rows <= last_token else None
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ class ControlTokens:
         self._added: dict[str, int] = dict(tokenizer.get_added_vocab())
         tokens = [token for token in self._added if token.strip()]
         self._all = _by_head(tokens)
+        # Without the marks of thinking and of tool calls, which an assistant's text may contain as tokens.
         self._not_own = _by_head([token for token in tokens if not _OWN.search(token)])
 
     def mark_message(self, message: dict[str, Any], end: str | None = None) -> dict[str, Any]:
@@ -108,8 +109,10 @@ class ControlTokens:
         """Return the added tokens that marked data spell as text, in order."""
         tokens: list[str] = []
         if isinstance(value, str):
+            # Each character of a token may have a mark of two characters behind it.
             longest = 3 * max(map(len, self._added), default=0)
             for place in _mark_places(value):
+                # The mark stands behind the token's first character.
                 token = self._longest_token(remove_marks(value[place - 1] + value[place : place + longest]))
                 if token:
                     tokens.append(token)
@@ -138,7 +141,7 @@ class ControlTokens:
         context = self._context(before)
         tokens = self._encode_behind(text, context)
         # None if a token would reach across both texts.
-        return self._encode_cut(text) if tokens is None else tokens
+        return self._encode_apart(text) if tokens is None else tokens
 
     def _context(self, before: str) -> str:
         """Return the end of the text `before` that decides how a text behind it is encoded: from its last token on."""
@@ -152,17 +155,18 @@ class ControlTokens:
 
     def _encode_behind(self, text: str, context: str) -> list[int] | None:
         """Return the tokens of a text behind a context; None if the text changes the context's tokens."""
-        head = self._contexts(context)
+        context_tokens = self._encode_context(context)
         tokens = self._encode_alone(context + text)
-        return tokens[len(head) :] if tokens[: len(head)] == head else None
+        is_unchanged = tokens[: len(context_tokens)] == context_tokens
+        return tokens[len(context_tokens) :] if is_unchanged else None
 
-    def _encode_cut(self, text: str) -> list[int]:
-        """Return the tokens of a text such that no token reaches into the text before."""
+    def _encode_apart(self, text: str) -> list[int]:
+        """Return the tokens of a text behind another text, where a token would reach across the cut between both."""
         tried = (self._encode_behind(text, cut) for cut in _CUTS)
         return next((tokens for tokens in tried if tokens is not None), None) or self._encode_alone(text)
 
     @cached_property
-    def _contexts(self) -> Callable[[str], list[int]]:
+    def _encode_context(self) -> Callable[[str], list[int]]:
         """Function that encodes a context. Cached, because nearly all turns have the same context."""
         return lru_cache(maxsize=64)(self._encode_alone)
 
@@ -175,7 +179,7 @@ class ControlTokens:
         first, *later_parts = map(remove_marks, text.split(_MARK))
         tokens = self._encode_text(first)
         for part in later_parts:
-            tokens += self._encode_cut(part)
+            tokens += self._encode_apart(part)
         return tokens
 
     def _encode_text(self, text: str) -> list[int]:
@@ -209,9 +213,13 @@ class ControlTokens:
         return _MARK.join(parts)
 
     def _find_tokens(self, text: str, tokens: dict[str, tuple[str, ...]]) -> Iterator[tuple[int, str]]:
-        """Yield (position, token) of all tokens that `text` spells, at each position the longest token."""
+        """Yield (position, token) of all tokens that `text` spells, at each position the longest token.
+
+        tokens: tokens by head, as `_by_head` returns them.
+        """
         for match in self._heads.finditer(text):
             start = match.start()
+            # The head of a token is its first two characters, or one if the token has only one.
             for head in (text[start : start + 2], text[start]):
                 candidates = tokens.get(head)
                 if candidates and text.startswith(candidates, start):
@@ -256,13 +264,15 @@ class ControlTokens:
         flags = {token.content: token for token in self._tokenizer.added_tokens_decoder.values()}
         patterns = []
         for token in sorted(self._added, key=len, reverse=True):
+            # A mark stands behind a token's first character, so only a token of one character can match before a mark.
             pattern = re.escape(token) + (f"(?!{_MARK})" if len(token) == 1 else "")
-            alone = token in flags and flags[token].single_word
-            patterns.append(rf"(?<!\w){pattern}(?!\w)" if alone else pattern)
+            is_word = token in flags and flags[token].single_word
+            patterns.append(rf"(?<!\w){pattern}(?!\w)" if is_word else pattern)
         return re.compile("|".join(patterns))
 
     @cached_property
     def _backend(self) -> TextBackend | None:
+        """The tokenizer with placeholders; None for a tokenizer in Python, which has no backend to copy."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None

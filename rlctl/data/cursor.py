@@ -59,7 +59,8 @@ class Cursor:
         self._index = 0
         self._order = self._order_of(0)
         # Epoch and order that `draw_at` used last for another epoch than the current one.
-        self._other: tuple[int, NDArray[np.int64]] = (0, self._order)
+        self._other_epoch = 0
+        self._other_order = self._order
 
     def draw(self, n: int) -> list[Draw]:
         """Return the next n draws. They may reach into the next epochs."""
@@ -80,9 +81,10 @@ class Cursor:
         epoch, index = divmod(number, self._num_rows)
         if epoch == self._epoch:
             return Draw(epoch, int(self._order[index]))
-        if epoch != self._other[0]:
-            self._other = epoch, self._order_of(epoch)
-        return Draw(epoch, int(self._other[1][index]))
+        if epoch != self._other_epoch:
+            self._other_order = self._order_of(epoch)
+            self._other_epoch = epoch
+        return Draw(epoch, int(self._other_order[index]))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}

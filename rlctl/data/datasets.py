@@ -93,6 +93,7 @@ def _read_dataset(section: DatasetSection) -> Read:
         raise DataError(f"{path_text(path)}: no file has such a name")
     if generated := generator_of(path):
         generator, dataset = generated
+        # A slice of the split is one of all rows, so they are generated without the limit.
         read = generator.read(dataset, section.args, section.limit if split == "train" else None)
     elif len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
         return _read_saved(section, path) if _is_saved(Path(path)) else _read_hub(section, path)

@@ -73,7 +73,8 @@ def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
         warning = f"the chat template refuses a question and its answer: {one_line(error)}"
         return TurnEnd(warnings=(f"{warning}; {_UNKNOWN}",))
     if text not in rendered:
-        return TurnEnd(None, rendered, (f"the chat template leaves out the assistant's text; {_UNKNOWN}",))
+        warning = f"the chat template leaves out the assistant's text; {_UNKNOWN}"
+        return TurnEnd(rendered=rendered, warnings=(warning,))
     behind = rendered.rpartition(text)[2].strip()
     # The longest token first, because one token may begin with another.
     tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
@@ -81,8 +82,8 @@ def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
     if token is None and behind:
         mend = "add it to the tokenizer's special tokens, or set another data.chat_template"
         warning = f"the chat template ends a turn with {behind!r}, which is no token: answers hold it as text; {mend}"
-        return TurnEnd(None, rendered, (warning,))
-    return TurnEnd(token, rendered)
+        return TurnEnd(rendered=rendered, warnings=(warning,))
+    return TurnEnd(token=token, rendered=rendered)
 
 
 _UNKNOWN = "the token by which it ends a turn is not known"
@@ -95,16 +96,17 @@ def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndT
     if it is not known. Raises DataError for an id that is no token of the tokenizer.
     """
     sources: dict[int, list[str]] = {}
-    written = None if turn_end is None else int(tokenizer.convert_tokens_to_ids(turn_end))
-    if written is not None:
-        sources[written] = ["chat template"]
+    template_token = None if turn_end is None else int(tokenizer.convert_tokens_to_ids(turn_end))
+    if template_token is not None:
+        sources[template_token] = ["chat template"]
     for file in [folder / name for name in MODEL_FILES] if folder else []:
         for token in _read_eos(file):
             sources.setdefault(token, []).append(file.name)
+    # Tokens that the model's files list. The tokenizer is not among the sources yet.
     listed = {token for token, names in sources.items() if names != ["chat template"]}
     if tokenizer.eos_token_id is not None:
         sources.setdefault(int(tokenizer.eos_token_id), []).append("tokenizer")
-    candidates = (written, tokenizer.eos_token_id, *sources)
+    candidates = (template_token, tokenizer.eos_token_id, *sources)
     trained = next((token for token in candidates if token is not None), None)
     by_id = {token: (_token_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
     ends = EndTokens(trained, by_id)

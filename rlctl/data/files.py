@@ -250,15 +250,15 @@ class ArrowColumn:
         if getattr(kind, "extension_name", "") == _JSON_TYPE and isinstance(value, str):
             decoded, text = _json_value(value.encode(), self.origin)
             return _checked_row({name: decoded}, text, self.origin)[name]
-        if isinstance(value, list) and hasattr(kind, "value_field"):
+        if isinstance(value, list) and hasattr(kind, "value_field"):  # a list
             inner = kind.value_type
             return [self.as_written(item, inner, f"{name}.{index}", is_chat) for index, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
-        if hasattr(kind, "item_type"):
+        if hasattr(kind, "item_type"):  # a map, whose author chose each key
             return {key: self.as_written(item, kind.item_type, f"{name}.{key}", is_chat) for key, item in value.items()}
         written = {}
-        for field in kind:
+        for field in kind:  # a struct
             item = value[field.name]
             if item is not None or not is_chat:
                 written[field.name] = self.as_written(item, field.type, f"{name}.{field.name}", is_chat)

@@ -44,8 +44,10 @@ class RunRows:
 
     def parts(self, data: DataSection) -> "list[DataPart]":
         """Return the parts by source: those of train, then those of validation if there are rows."""
-        held_out = data.validation if data.validation.path is not None else None
-        return [*parts_of("train", self.train, data), *parts_of("validation", self.validation, data, held_out)]
+        # Held-out rows of the training data belong to the sections of their sources.
+        validation_section = data.validation if data.validation.path is not None else None
+        validation_parts = parts_of("validation", self.validation, data, validation_section)
+        return [*parts_of("train", self.train, data), *validation_parts]
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,9 @@ def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tu
         # Without a prompt the whole row is the task.
         prompt = question(row, section.section_of(row.source), needs_prompt=False)[0] or row.values
         content = json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
-        number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
-        if number < fraction:
+        # Evenly distributed from 0 to 1 over the prompts.
+        prompt_share = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+        if prompt_share < fraction:
             held_out.append(row)
         else:
             train.append(row)
@@ -169,8 +172,8 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
             answers = [message["content"] for message in messages if message["role"] == "assistant"]
             has_thinking = all("</think>" in answer for answer in answers)
             unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], has_text, has_thinking), row)
-    has_template = Path(config.model.tokenizer or chat_folder(config.model.path)).is_dir()
-    if config.data.system_prompt is not None and has_template:
+    is_local = Path(config.model.tokenizer or chat_folder(config.model.path)).is_dir()
+    if config.data.system_prompt is not None and is_local:
         # This raises DataError for a template that leaves out the system prompt.
         load_chat(config, config.model.path)
     if unusual:
@@ -189,7 +192,9 @@ def may_open_thinking(config: RunConfig) -> bool:
 
     The template is read from its file, because the tokenizer takes seconds to load. False if it is not on this machine.
     """
-    return bool(_OPENS_THINKING.search(_template_text(config).rpartition("add_generation_prompt")[2]))
+    # Behind the last use of this argument a template writes the opening of an answer.
+    opening = _template_text(config).rpartition("add_generation_prompt")[2]
+    return bool(_OPENS_THINKING.search(opening))
 
 
 def may_rewrite(config: RunConfig) -> bool:

@@ -96,7 +96,8 @@ class MixedCursor:
         self._shares = Shares(weights)
         seeds = np.random.SeedSequence(seed).generate_state(len(sizes), np.uint64)
         self._cursors = [Cursor(size, int(row_seed), shuffle) for size, row_seed in zip(sizes.values(), seeds)]
-        self._first = [0, *np.cumsum(list(sizes.values())).tolist()]
+        # Index of each source's first row.
+        self._first_rows = [0, *np.cumsum(list(sizes.values())).tolist()]
         self._position = 0
 
     @property
@@ -114,7 +115,7 @@ class MixedCursor:
         """Return the draw with this number, which may be past or to come. Its epoch is the source's epoch."""
         source, source_number = self._shares.source(number)
         draw = self._cursors[source].draw_at(source_number)
-        return Draw(draw.epoch, self._first[source] + draw.row)
+        return Draw(draw.epoch, self._first_rows[source] + draw.row)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "sources": self._sizes, "weights": self._weights}

@@ -89,7 +89,7 @@ class ReasoningGym:
                 process.kill()
             errors.seek(0)
             error_lines = errors.read().strip().splitlines() or ["it ended"]
-        if code == -9:
+        if code == -9:  # the timer killed the process
             raise DataError(
                 f"{path}: {number} rows in {TIMEOUT_S:g} s: set args.size or limit to fewer, or write a file"
             )
@@ -155,12 +155,13 @@ def _plain(value: Any) -> Any:
 def _print_rows(name: str, args: dict[str, Any], limit: int | None) -> None:
     """Print each row as one line of JSON, for `ReasoningGym.read`."""
     dataset = _create_dataset(name, args)
+    # Only rows go to the standard output: some data sets print dots while they generate.
     out = sys.stdout
     sys.stdout = sys.stderr
     for index in range(min(dataset.size, limit or dataset.size)):
         entry = dataset[index]
         metadata = repr(_plain(entry["metadata"]))
-        ast.literal_eval(metadata)
+        ast.literal_eval(metadata)  # raises for metadata that the score could not read back
         origin = {"dataset": name, "args": args, "metadata": metadata}
         row = {"prompt": entry["question"], "answer": entry["answer"], COLUMN: origin}
         print(json.dumps(row), file=out, flush=True)

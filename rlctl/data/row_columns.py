@@ -64,6 +64,7 @@ def describe_columns(
     """
     read, ignored = _describe_tools(row) if shows_tools else ([], _unshown_tools(row))
     text = system_text(row)
+    # True if the chat begins with the text of the row's system column.
     is_opening = bool(messages) and bool(text) and messages[0]["content"] == text
     for name in _filled_columns(row.values, "system"):
         if is_opening and row.values[name] == text:

@@ -45,7 +45,7 @@ def question(
     if needs_answer and answer is None:
         is_chat = value_at(row.values, section.messages_key) is not None
         last = f", and the last message is of {messages[-1]['role']}, not assistant" if is_chat and messages else ""
-        raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}{last}")
+        raise DataError(f"{row.origin}: no answer to compare with: {_describe_absence(row, section.answer_key)}{last}")
     return messages, answer
 
 
@@ -63,7 +63,7 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
     if value_at(row.values, section.messages_key) is None:
         answer = _row_answer(row, section)
         if answer is None:
-            raise DataError(f"{row.origin}: no answer to train on: {_absent(row, section.answer_key)}")
+            raise DataError(f"{row.origin}: no answer to train on: {_describe_absence(row, section.answer_key)}")
         return [*messages, {"role": "assistant", "content": answer}]
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{row.origin}: no assistant message to train on")
@@ -167,7 +167,7 @@ def _column_messages(row: Row, section: DatasetSection) -> Messages:
         messages = [_convert_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         rule = "must be a list of {role, content} or {from, value}"
-        raise DataError(f"{row.origin}: {key!r} {rule}{_misfit(messages)}")
+        raise DataError(f"{row.origin}: {key!r} {rule}{_describe_misfit(messages)}")
     return [_join_parts(message, row, number) for number, message in enumerate(messages, 1)]
 
 
@@ -198,7 +198,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value and ("content" in value or bool(value.get("tool_calls")))
 
 
-def _misfit(messages: Any) -> str:
+def _describe_misfit(messages: Any) -> str:
     """Return the end of an error text: a description of the wrong value, or of the first wrong message in a list."""
     if not isinstance(messages, list):
         return f", not {_value_text(messages)}"
@@ -220,8 +220,9 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
     """
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        function = function if isinstance(function, dict) else {}
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            function = {}
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
@@ -231,8 +232,8 @@ def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any
         if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
             problem = "a tool call must have a name, and arguments that are a JSON object or the text of one"
             raise DataError(f"{row.origin}: message {number}: {problem}")
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
+        parsed_function = {**function, "arguments": arguments}
+        calls.append({**call, "function": parsed_function} if "function" in call else parsed_function)
     return {**message, "content": message.get("content") or "", "tool_calls": calls}
 
 
@@ -275,7 +276,8 @@ def _value_text(value: Any) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
-def _absent(row: Row, key: str) -> str:
+def _describe_absence(row: Row, key: str) -> str:
+    """Return a text that says if a column is null or missing, with a hint at the column that may be meant."""
     if has_column(row.values, key):
         return f"column {key!r} is null"
     hint = convention(row.values) or did_you_mean(key, row.values) or _columns_hint(row.values)

@@ -82,6 +82,7 @@ def chat_samples(
         raise DataError("no assistant message to train on")
     chosen = indices[-1:] if train == "last" else indices
     turns = [_written_turn(chat, messages, index, tools) for index in chosen if is_trained(messages[index])]
+    # Turns that share a sample: the prompt of each turn begins with the chat up to the turn before.
     groups: list[list[TrainedTurn]] = []
     for turn in turns:
         if groups and turn.prompt.startswith(groups[-1][-1].chat_text):
@@ -89,6 +90,8 @@ def chat_samples(
         else:
             groups.append([turn])
     is_rewritten = len(groups) > 1
+    # (tokens, is trained) of each piece of each sample.
+    samples: list[list[tuple[list[int], bool]]]
     if history == "keep" and is_rewritten:
         groups = [turns]
         samples = [_kept_turns(chat, messages, turns, tools)]
@@ -164,6 +167,7 @@ def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> T
     """Return the turn of message `index` as the template writes it as the last turn. Raises DataError."""
     prompt = chat.render(messages[:index], generation=True, tools=tools)
     chat_text = chat.render(messages[: index + 1], generation=False, tools=tools)
+    # The prompt without the opening of thinking, which the template may write only in a prompt.
     bare = prompt.rstrip().removesuffix(_OPEN)
     thinking = _thinking(chat, messages[index], opened=bare != prompt.rstrip())
     start = len(prompt) if chat_text.startswith(prompt) else len(bare)
@@ -171,8 +175,10 @@ def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> T
     text = chat_text[start:end]
     is_cut = bool(chat_text[end:].strip())
     if chat.template is not None and chat.end_marker(chat_text) is None:
+        # Some templates end a turn only when the next message follows.
         text += chat.following_end(messages[:index], messages[index + 1 : index + 2], tools)
     keeps_thinking = thinking is None or thinking[1].strip() in text
+    # The usual case. Below are templates that open thinking in the prompt, or leave out the thinking of a written turn.
     if chat_text.startswith(prompt) and keeps_thinking:
         is_silent = _is_silent(messages[index], remove_marks(text))
         return TrainedTurn(index=index, prompt=prompt, text=text, is_cut=is_cut, is_silent=is_silent)

@@ -289,10 +289,12 @@ def tokenize_samples(
             report.rewritten += 1
             report.rewritten_samples += len(row_samples.rows)
         report.note_spelled(row, chat.find_spelled(messages, tools))
+        # The last sample has the whole chat.
         if row_samples.rows:
             report.note_unknown(row, row_samples.rows[-1][0], chat)
         for number, (tokens, mask) in enumerate(row_samples.rows):
             report.longest = max(report.longest, len(tokens))
+            # Index of the first trained token.
             prompt_length = max(int(mask.argmax()), 1)
             if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:
                 report.dropped += 1

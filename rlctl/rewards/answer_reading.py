@@ -120,6 +120,7 @@ def read_reference(answer: str) -> Reference | None:
         label = text[choice.end() :].strip()
         return Reference("choice", choice[1] or choice[2], label=read_reference(label) if label else None)
     is_prose = final_answer.place == "text" and not is_bare(final_answer.text)
+    # Prose without a formula between delimiters is compared as words. A number in it need not be the answer.
     if is_prose and not re.search(_SPAN, final_answer.text):
         return Reference("words", read_words(final_answer.text))
     if formula := read_formula(final_answer):
@@ -139,9 +140,11 @@ def read_choice(final_answer: FinalAnswer) -> tuple[str, str] | None:
         letter = next(group for group in choice.groups() if group)
         if _SECOND_CHOICE.match(text, choice.end()):
             return None
+        # Behind a letter in prose stands a reason, and no text of the choice.
         label = text[choice.end() :].strip() if choice.re is _CHOICE else ""
         is_reason = final_answer.place in ("statement", "text") and _CLAUSE.match(label.casefold())
         return letter, "" if is_reason else label
+    # For example "So I choose (B)."
     last_line = text.splitlines()[-1] if text else ""
     letters = set(_BRACKETED_CHOICE.findall(last_line))
     return (letters.pop(), "") if len(letters) == 1 else None
@@ -174,10 +177,10 @@ def read_words(text: str) -> str:
 
 
 def read_formula(final_answer: FinalAnswer, gold: str | None = None) -> str | None:
-    """Return the LaTeX of an answer that is a formula as a whole, else of one formula or number in it; None without.
+    """Return the LaTeX of an answer: the whole answer if it is a formula, else one formula or number in it.
 
-    Of a statement the first formula is taken, of a text the last one, of a tag the only one. gold: the reference's
-    formula. Its variables are read as variables, not as units or words.
+    Of a statement the first formula is taken, of a text the last one, of a tag the only one, of a box none. Return None
+    without such a formula. gold: the reference's formula. Its variables are read as variables, not as units or words.
     """
     variables = None if gold is None else frozenset(_COMMAND.sub(" ", gold)) & _LETTERS
     text = _CALCULATION.sub("", _strip_markup(final_answer.text)).strip()
@@ -188,7 +191,7 @@ def read_formula(final_answer: FinalAnswer, gold: str | None = None) -> str | No
         return _clean_latex(text, variables)
     if final_answer.place != "text":
         text = _NEGATION.split(text, maxsplit=1)[0]
-    formulas = [] if final_answer.place == "box" else _formulas(text)
+    formulas = [] if final_answer.place == "box" else _find_formulas(text)
     if not formulas or (final_answer.place == "tag" and len(formulas) > 1):
         return None
     formula = formulas[0] if final_answer.place == "statement" else formulas[-1]
@@ -201,7 +204,8 @@ def is_bare(text: str, variables: frozenset[str] | None = None) -> bool:
     variables: a word of these letters is a product of variables. None: `_PRODUCT` decides.
     """
     text = _strip_markup(_OPEN_FRACTION.sub(r"frac{\1}{\2}", text)).strip(" .?")
-    if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _formulas(text) != [text]:
+    # A text with delimiters or with several lines must be one formula as a whole. A matrix may have several lines.
+    if (re.search(_SPAN, text) or ("\n" in text and "\\begin" not in text)) and _find_formulas(text) != [text]:
         return False
     text = _without_unit(text, variables)
     if variables is None and _ABBREVIATION.fullmatch(text.strip("$ ")):
@@ -258,19 +262,20 @@ def _without_unit(text: str, variables: frozenset[str] | None) -> str:
     for word in re.split(r"[ /]+", unit["unit"]):
         if _UNIT_AND_FUNCTION.fullmatch(word) or (_SHORT_UNIT.fullmatch(word) and not variables):
             continue
-        is_number = _FORMULA_WORD.fullmatch(word) or _MAGNITUDE.fullmatch(word) or _is_product(word, variables)
-        if len(word) < 2 or is_number:
+        is_value = _FORMULA_WORD.fullmatch(word) or _MAGNITUDE.fullmatch(word) or _is_product(word, variables)
+        if len(word) < 2 or is_value:
             return text
     return text[: unit.start()].rstrip(" .,;:")
 
 
 def _is_product(word: str, variables: frozenset[str] | None) -> bool:
+    """Return True if a word is a product of variables, such as xy. variables: see `is_bare`."""
     if variables:
         return variables.issuperset(word)
     return (word.islower() or word.isupper()) and _PRODUCT.fullmatch(word.lower()) is not None
 
 
-def _formulas(text: str) -> list[str]:
+def _find_formulas(text: str) -> list[str]:
     """Return the formulas between delimiters and the numbers of a text, in order.
 
     Joined formulas such as `$4$ and $5$` become one formula, a list.

@@ -113,6 +113,7 @@ def attempt(reward: Reward, item: RewardInput) -> Outcome:
         value: object = reward.call(item)
         number = finite_number(value)
     except RewardError as error:
+        # The text of a RewardError is "kind: detail".
         kind, _, detail = str(error).partition(": ")
         return RewardFailure(kind, detail=shorten_text(detail))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too

@@ -47,7 +47,7 @@ def math_verify(section: RewardSection) -> RewardFunction:
     # SymPy takes seconds to import.
     from rlctl.rewards.mathematics import is_right
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # without its warning about the timeouts
 
     def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
         answer = _require_answer(answer)

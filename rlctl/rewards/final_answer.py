@@ -57,38 +57,40 @@ def find_answers(text: str, prompt: str = "", *, is_list: bool = False) -> Itera
     which may end with an opening tag of thinking or answer. is_list: several values are expected, so boxes of one
     sentence are one answer. Yields nothing if `text` ends within its thinking or within a box.
     """
+    # A prompt may end with an opening tag. The completion then begins inside this tag.
     if opened := _OPENED.search(prompt):
         text = opened[0] + text
     text = cut_thinking(text)
     tagged = _last_tagged(text)
-    inside = text if tagged is None else tagged
-    boxed = _last_boxed(inside, is_list=is_list)
+    searched_text = text if tagged is None else tagged
+    boxed = _last_boxed(searched_text, is_list=is_list)
     if boxed is not None:
         if boxed.strip():
             yield FinalAnswer(boxed.strip(), "box")
         return
-    stated = False
-    for statement in _last_statements(inside):
-        stated = True
+    has_statement = False
+    for statement in _last_statements(searched_text):
+        has_statement = True
         yield FinalAnswer(statement, "statement")
     if tagged is not None:
         if tagged.strip():
             yield FinalAnswer(tagged.strip(), "tag")
-    elif not stated and text.strip():
+    elif not has_statement and text.strip():
         yield FinalAnswer(text.strip()[-_END_LENGTH:], "text")
 
 
 def cut_thinking(text: str) -> str:
     """Return the text behind the last closed thinking, up to thinking that is not closed."""
-    opened = None
     start = 0
+    # Position of the first opening tag behind `start`; None if there is none.
+    end = None
     for tag in _THINKING.finditer(text):
         if tag["close"]:
             start = tag.end()
-            opened = None
-        elif opened is None:
-            opened = tag.start()
-    return text[start:opened]
+            end = None
+        elif end is None:
+            end = tag.start()
+    return text[start:end]
 
 
 def _last_tagged(text: str) -> str | None:
@@ -99,7 +101,7 @@ def _last_tagged(text: str) -> str | None:
         if not tag["close"]:
             start = tag.end()
             end = len(text)
-        elif end == len(text):
+        elif end == len(text):  # the first closing tag behind the opening one
             end = tag.start()
     return None if start is None else text[start:end]
 
@@ -110,24 +112,27 @@ def _last_boxed(text: str, *, is_list: bool) -> str | None:
     Return an empty text if the last box is not closed, and None if there is no box.
     """
     boxes = list(_BOX.finditer(text))[-_MOST_BOXES:]
+    # Contents of the boxes of the answer, the last one first.
     contents: list[str] = []
-    outer_start = len(text)
+    # Start of the box that was read before, which stands behind this one or inside of it.
+    later_start = len(text)
     for box in reversed(boxes):
         end, content = _box_content(text, box)
         if not content:
+            # An earlier box without content ends the answer. If the last box has none, there is no answer.
             if contents:
                 break
             return ""
-        if end > outer_start:
-            # This box encloses the box that was read before it.
+        if end > later_start:
+            # This box encloses the box that was read before.
             contents[-1] = content
-            outer_start = box.start()
+            later_start = box.start()
             continue
-        if contents and not _is_one_answer(text[end:outer_start], is_list=is_list):
+        if contents and not _is_one_answer(text[end:later_start], is_list=is_list):
             break
         if not contents or contents[-1] != content:
             contents.append(content)
-        outer_start = box.start()
+        later_start = box.start()
     if not boxes:
         return None
     return ",".join(reversed(contents))

@@ -159,9 +159,12 @@ def read_latex(formula: str) -> Any | None:
     """Return the SymPy object of a formula; None if the text is no formula, too long, or nested too deep."""
     if _PLAIN_NUMBER.fullmatch(formula) and formula[-1:].isdigit():
         digits = formula.replace(",", "")
-        return None if len(digits) > _MOST_DIGITS // 10 else Float(digits) if "." in digits else Integer(digits)
+        if len(digits) > _MOST_DIGITS // 10:
+            return None
+        return Float(digits) if "." in digits else Integer(digits)
     if len(_TOKEN.findall(formula)) > _MOST_TOKENS or _levels(formula) > _MOST_LEVELS:
         return None
+    # The group is the upper number of a binomial. `\choose` has no group, so the whole formula is searched.
     if any(_LARGE.search(binomial[1] or formula) for binomial in _BINOMIAL.finditer(formula)):
         return None
     expressions = parse(f"\\boxed{{{formula}}}", [_READING], fallback_mode="no_fallback", parsing_timeout=None)
@@ -203,9 +206,9 @@ def _are_equal(gold: Any, answer: Any) -> bool:
         answer = take_last_relation(answer).rhs
     elif is_equation(answer) and not is_equation(gold):
         last = take_last_relation(answer)
-        # The 0 of `x + y = 0` is no answer, so the equation is compared as a whole.
-        is_zero = last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer)
-        answer = answer if is_zero else last.rhs
+        # The 0 of `x + y = 0` is no answer, so this equation is compared as a whole.
+        is_implicit = last.rhs == 0 and last.lhs.free_symbols and not is_assignment_relation(answer)
+        answer = answer if is_implicit else last.rhs
     elif is_assignment_relation(gold) and not is_equation(answer):
         gold = take_last_relation(gold).rhs
     if gold.has(sympy.zoo, sympy.nan) or answer.has(sympy.zoo, sympy.nan):
@@ -222,7 +225,8 @@ def _are_equal(gold: Any, answer: Any) -> bool:
         if isinstance(gold, kind) and isinstance(answer, kind):
             return _equal_members(gold, answer)
     if _is_number(gold) and _is_number(answer):
-        return any(_equal_numbers(gold_number, number) for gold_number, number in _readings(gold, answer))
+        pairs = _number_pairs(gold, answer)
+        return any(_equal_numbers(gold_number, answer_number) for gold_number, answer_number in pairs)
     if isinstance(gold, Expr) and isinstance(answer, Expr):
         are_equal_at_points = _equal_at_points(gold, answer)
         if are_equal_at_points is not None:
@@ -254,8 +258,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Expr) and bool(value.is_number) and not value.has(oo, -oo)
 
 
-def _readings(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
-    """Yield the pairs of numbers to compare: as they are (50% is 0.5), and without the sign if only one has it.
+def _number_pairs(gold: Expr, answer: Expr) -> Iterator[tuple[Expr, Expr]]:
+    """Yield the pairs of numbers to compare: as they are (50% is 0.5), and without the % if only one number has it.
 
     So an answer of 50 equals the reference 50%.
     """
@@ -286,7 +290,9 @@ def _equal_numbers(gold: Expr, answer: Expr) -> bool:
     scale = max(_magnitude(gold), _magnitude(answer))
     if not is_decimal:
         return bool(difference <= max(_LEAST, scale * _LEAST))
+    # Number of digits before the decimal point. Below 0.1 it is minus the number of zeros behind the point.
     exponent = math.floor(sympy.log(scale, 10)) + 1 if scale else 0
+    # Half a unit of the sixth decimal, or below 1 of the sixth significant digit.
     return bool(difference <= 0.5000001 * 10.0 ** (min(0, exponent) - 6))
 
 
@@ -307,6 +313,7 @@ def _equal_at_points(gold: Expr, answer: Expr) -> bool | None:
     tolerance = 1e-6 if is_decimal else 1e-20
     compared = 0
     for start in range(len(_VALUES)):
+        # Each variable begins at another value of the list. The added index keeps the values of two variables apart.
         point = {name: _VALUES[(start + 3 * index) % len(_VALUES)] + index for index, name in enumerate(names)}
         gold_value = _value_at(gold, point)
         answer_value = _value_at(answer, point)

@@ -46,14 +46,14 @@ class RewardWorker:
         If an item hangs or kills the process, only this item fails.
         """
         outcomes: list[Outcome] = []
-        # Index of the last item that was tried again.
-        tried_again = -1
+        # Number of the last item that was tried again, from 1 on.
+        last_retried = 0
         while len(outcomes) < len(items):
             try:
                 outcomes += self._call(self.start(), reward, items[len(outcomes) :])
                 # The item is not the cause, so it is tried once more: the end of a job sends SIGTERM to all processes.
-                if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and tried_again != len(outcomes):
-                    tried_again = len(outcomes)
+                if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and last_retried != len(outcomes):
+                    last_retried = len(outcomes)
                     outcomes.pop()
             except UnusableError as error:
                 reason = "; ".join(reason for index, reason in error.problems if index in (reward, None)) or str(error)
@@ -103,6 +103,7 @@ class RewardWorker:
             self.stop()
             return [_NOT_TAKEN]
         except Exception as error:  # a value that pickle refuses, such as one nested too deep: nothing was sent
+            # Halve the items until the bad one is alone. The caller sends the rest in another call.
             if len(items) > 1:
                 return self._call(channel, reward, items[: len(items) // 2])
             return [RewardFailure("was given a value that cannot be sent", detail=type(error).__name__)]

@@ -95,11 +95,11 @@ class Scorer:
         environment calls is this reward's value. Any other name is a further part of the sum, of weight 1.
         """
         environment_values = environment_values or [{}] * len(items)
-        columns = [self._score_by(index, items, environment_values) for index in range(len(self._sections))]
-        rows = zip(*columns, strict=True) if columns else [()] * len(items)
+        by_reward = [self._score_by(index, items, environment_values) for index in range(len(self._sections))]
+        by_item = zip(*by_reward, strict=True) if by_reward else [()] * len(items)
         called_names = {self._sections[index].name for index in self._called_by_environments}
         scores = []
-        for outcomes, values in zip(rows, environment_values, strict=True):
+        for outcomes, values in zip(by_item, environment_values, strict=True):
             further_parts = {name: part for name, part in values.items() if name not in called_names}
             scores.append(self._combine(list(outcomes), further_parts))
         return scores
@@ -139,6 +139,7 @@ class Scorer:
             kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)}
             if not self._episodes or NEEDS_EPISODE not in kinds:
                 return outcomes
+            # The function takes `environments`. From now on its values come from the environments' processes.
             self._called_by_environments.add(index)
         return [values.get(self._sections[index].name) for values in environment_values]
 
@@ -171,12 +172,10 @@ class Scorer:
         environment_parts: parts of the sum that an environment gave, by name. A part with the name of a reward gets a
         prefix. may_wait: an environment may judge the item later, so an item without a value has not failed.
         """
-        environment_parts = self._limit_names(
-            {
-                f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part
-                for name, part in environment_parts.items()
-            }
-        )
+        unique_parts: dict[str, float] = {}
+        for name, part in environment_parts.items():
+            unique_parts[f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name] = part
+        further_parts = self._limit_names(unique_parts)
         parts: dict[str, float | None] = {}
         failures: dict[str, RewardFailure] = {}
         for name, outcome in zip(self.names, outcomes, strict=True):
@@ -185,13 +184,14 @@ class Scorer:
                 parts[name] = None
             else:
                 parts[name] = outcome
-        is_judged = bool(environment_parts) or any(part is not None for part in parts.values())
+        is_judged = bool(further_parts) or any(part is not None for part in parts.values())
         if self.names and not failures and not is_judged and not may_wait:
+            # Counted under the first reward's name, because no single reward is the cause.
             failures = {self.names[0]: RewardFailure("no reward judges it", detail="each returned None")}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
-        ) + sum(environment_parts.values())
-        parts |= environment_parts
+        ) + sum(further_parts.values())
+        parts |= further_parts
         if self._is_rewardless:
             return Score(0.0, {}, None, right=False)
         if not is_judged and not failures:
@@ -203,8 +203,8 @@ class Scorer:
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
             return Score(None, parts, reason, right=False)
-        if environment_parts and not self._has_correct_at:
-            deciding_value: float | None = sum(environment_parts.values())
+        if further_parts and not self._has_correct_at:
+            deciding_value: float | None = sum(further_parts.values())
         else:
             deciding_value = parts[self.names[self._deciding_index]] if self.names else None
             # If the deciding reward does not judge the rollout, the first reward that judges it decides.

@@ -45,7 +45,7 @@ def start_command(command: list[str], launch: AgentLaunch) -> Callable[[], None]
     """Start a command in a new process session. Return a function that stops the command and its child processes.
 
     If the last line of the output is JSON, a number or an object with `reward`, it is the agent's reward.
-    `launch.on_end` is called once all of the command's processes have ended.
+    `AgentLaunch.on_end` is called once all of the command's processes have ended.
     """
     variables = {
         **os.environ,
