@@ -152,7 +152,7 @@ class OffloadManager:
 
     def add(self, state: State, tensors: Iterable[Tensor]) -> None:
         """Add a state to move. Its tensors are on the device until the next `enter`."""
-        self._offloaded_sets[state] = OffloadedTensors(_select_movable(tensors))
+        self._offloaded_sets[state] = OffloadedTensors(select_movable(tensors))
 
     def enter(self, phase: Phase) -> None:
         """Start the moves of a phase, see `OffloadedTensors.move`; do nothing if the last phase wanted the same."""
@@ -209,7 +209,8 @@ def process_memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def _select_movable(tensors: Iterable[Tensor]) -> list[Tensor]:
+def select_movable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that are on a GPU."""
     return [tensor for tensor in tensors if tensor.device.type != "cpu"]
 
 

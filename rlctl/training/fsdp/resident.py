@@ -15,7 +15,7 @@ from rlctl.models.meta_model import skeleton
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.trainer_settings import TrainerSettings
 from rlctl.training.fsdp.model import build_policy, check_restarts, local
-from rlctl.training.offload import OffloadedTensors
+from rlctl.training.offload import OffloadedTensors, select_movable
 from rlctl.training.spec import TrainerSpec
 
 
@@ -53,8 +53,7 @@ class ResidentModel:
         if facts.kinds.states or facts.sizes.one_sequence_a_row:
             check_restarts(self.model, device, dtype)
         tensors = chain(self.model.lm.parameters(), self.model.lm.buffers())
-        on_device = [local(tensor) for tensor in tensors if tensor.device.type != "cpu"]
-        self._weights = OffloadedTensors(on_device, frozen=True)
+        self._weights = OffloadedTensors(select_movable(map(local, tensors)), frozen=True)
         self._weights.move("host")
 
     @contextmanager

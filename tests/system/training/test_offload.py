@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def move_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload CPU tensors like tensors of a GPU: copy them to the host buffer and free their memory."""
-    monkeypatch.setattr(offload, "_select_movable", list)
+    monkeypatch.setattr(offload, "select_movable", list)
 
 
 def run_steps(trainer: FsdpTrainer, count: int) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlctl.preflight.declared_columns import RoleModel, RolePlace
+from rlctl.training.fsdp import resident
 from tests.system.training.scenario import (
     WeightedLoss,
     adapters_of,
@@ -134,8 +135,24 @@ def test_a_teacher_that_is_an_adapter_over_the_same_base_swaps_adapters_alone(po
         assert_same(log_probs(trainer, "teacher"), expected)
 
 
+def test_a_resident_that_leaves_the_device_between_its_passes_comes_back_whole(
+    policy: Path, twin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the memory of a CPU is freed as that of a GPU is."""
+    monkeypatch.setattr(resident, "select_movable", list)
+    with open_trainer(twin, tmp_path) as trainer:
+        expected = log_probs(trainer)
+    with open_trainer(policy, tmp_path, teacher=RoleModel(str(twin), "resident")) as trainer:
+        weights_away = trainer._residents["teacher"].model.lm.parameters()
+        assert all(parameter.untyped_storage().nbytes() == 0 for parameter in weights_away)
+        for _ in range(2):
+            assert_same(log_probs(trainer, "teacher"), expected)
+            train(trainer)
+
+
 def score_on_two_ranks(rank: int, folder: Path) -> None:
-    """Be one rank, and write its share of both teachers' log-probs."""
+    """Be one rank, and write its share of both teachers' log-probs. Residents leave the device between their passes."""
+    resident.select_movable = list
     for place in ("swapped", "resident"):
         teacher = RoleModel(str(folder / "twin"), place)
         with open_trainer(folder / "policy", folder / place, rank, 2, teacher=teacher) as trainer:

@@ -38,8 +38,22 @@ def table() -> Residency:
 @pytest.fixture
 def move_everything(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Offload tensors of a CPU trainer too, which are normally left in host memory."""
-    monkeypatch.setattr(offload, "_select_movable", list)
+    monkeypatch.setattr(offload, "select_movable", list)
     yield
+
+
+def test_frozen_tensors_are_copied_to_the_host_once_and_come_back_each_time() -> None:
+    tensors = make_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    offloaded = OffloadedTensors(tensors, frozen=True)
+    copied = []
+    for _ in range(3):
+        copied.append(offloaded.move("host"))
+        assert device_bytes(tensors) == 0
+        copied.append(offloaded.move("device"))
+        offloaded.wait()
+        assert all(torch.equal(tensor, expected) for tensor, expected in zip(tensors, before))
+    assert copied == [ALL_BYTES, ALL_BYTES, 0, ALL_BYTES, 0, ALL_BYTES]
 
 
 def test_a_way_out_frees_the_device_and_the_way_back_brings_every_bit() -> None:
