@@ -200,7 +200,7 @@ class ClusterRuntime:
             try:
                 yield HeldSlots(placement, memory, reservation)
             except (WorkerDied, WorkerTimeout, NoEngineLeft):
-                session.smaller = self._smaller(resources, reservation.shares)
+                session.smaller = self._smaller(resources, reservation.requests)
                 raise
 
     @contextmanager

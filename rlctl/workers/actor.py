@@ -25,6 +25,7 @@ from rlctl.workers.compiled_graph import Answer, idle, pack_value, read_patientl
 from rlctl.workers.errors import Failure
 from rlctl.workers.shared_arguments import fetch_values
 
+# Runs work on another thread, waits for it, and returns its answer.
 Run = Callable[[Callable[[], Answer]], Answer]
 
 
@@ -40,7 +41,7 @@ class WorkerActor:
             _redirect_output(Path(log))
         self._name = name
         self._make = make
-        self._run = _one_thread(name) if threads == 1 else _many_threads(name, threads)
+        self._wait_for_thread = _one_thread(name) if threads == 1 else _many_threads(name, threads)
         self._worker: Any = None
         self._graph_calls = 0
 
@@ -78,7 +79,7 @@ class WorkerActor:
 
     def ask(self, method: str, wait_s: float) -> Answer:
         """Run a method that returns within `wait_s` seconds, also while another method runs. It must be thread-safe."""
-        return self._run_work(lambda: getattr(self._worker, method)(wait_s))
+        return self._answer_with(lambda: getattr(self._worker, method)(wait_s))
 
     def pid(self) -> Answer:
         """Return the process id at once, also while a method runs."""
@@ -89,10 +90,10 @@ class WorkerActor:
         return None, free_port(address)
 
     def _run_on_thread(self, work: Callable[[], Any]) -> Answer:
-        return self._run(lambda: self._run_work(work))
+        return self._wait_for_thread(lambda: self._answer_with(work))
 
-    def _run_work(self, work: Callable[[], Any]) -> Answer:
-        """Run `work`; return its exception as a Failure."""
+    def _answer_with(self, work: Callable[[], Any]) -> Answer:
+        """Run `work` and return its answer. An exception of `work` becomes the answer's Failure."""
         try:
             return None, work()
         except BaseException as error:

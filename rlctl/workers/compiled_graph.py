@@ -83,12 +83,14 @@ class Graph:
         """
         if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
+        # Broken until all ranks have answered: after an error the channels may still have messages of this call.
         self._broken = True
         try:
             answers = ray.get(self._graph.execute(pack_value(message)), timeout=deadline_s)
         except RayChannelTimeoutError as error:
             raise TimeoutError from error
         except TypeError:
+            # An argument could not be pickled, so nothing was sent.
             self._broken = False
             raise
         self._broken = False
@@ -199,6 +201,7 @@ def read_patiently() -> bool:
             try:
                 value = read(self, look_s)
             except RayChannelTimeoutError:
+                # After the first look, each look returns at once, and the sleep below is the wait.
                 look_s = 0.0
                 now = time.monotonic()
                 if now >= end:

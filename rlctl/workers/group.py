@@ -107,6 +107,7 @@ class Worker:
         try:
             (result,) = _results(name, [answer.result()])
         except RayActorError as error:
+            # On a thread, because it may wait 8 s until Ray has noticed the loss of a node.
             reason = await asyncio.to_thread(_explain_death, error, [self])
             raise WorkerDied(name, [self.name], reason) from error
         return cast(R, result)
@@ -166,6 +167,7 @@ class Pending(Generic[R]):
                 new_failures = [failure for failure, _ in ended_answers.values() if failure]
                 if new_failures:
                     failures += new_failures
+                    # `seconds_left` reads the new end.
                     end = min(end, time.monotonic() + _OTHERS_S)
         if failures and len(answers) < len(self.refs):
             raise WorkerError(self.call, failures)
@@ -261,6 +263,7 @@ def as_completed(
             if index not in unanswered:
                 continue
             unanswered[index] -= 1
+            # The process is gone, or the answer (failure, result) has a failure.
             has_failed = _is_lost(ref) or ray.get(ref)[0] is not None
             if has_failed or not unanswered[index]:
                 del unanswered[index]
@@ -272,12 +275,14 @@ def as_completed(
 
 def _call_outcome(pending: Pending[Any], has_failed: bool) -> list[Any] | Exception:
     """Return a call's results or its exception. has_failed: return the exception even if other workers are busy."""
+    ended = pending
     if has_failed:
+        # The same call on the workers that have answered, so that the wait below does not wait for the others.
         ended_refs = set(ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)[0])
         pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ended_refs]
-        pending = Pending(pending.call, [worker for worker, _ in pairs], [ref for _, ref in pairs])
+        ended = Pending(pending.call, [worker for worker, _ in pairs], [ref for _, ref in pairs])
     try:
-        return pending.wait(1.0)
+        return ended.wait(1.0)
     except (WorkerDied, WorkerError, WorkerTimeout) as error:
         return error
 
@@ -384,6 +389,7 @@ class WorkerGroup:
             pid_calls = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
             dead = list(chain.from_iterable(call.dead_workers() for call in pid_calls))
             if dead or isinstance(error, RayActorError):
+                # All ranks are named if Ray reports a dead actor and each process still answers.
                 names = [worker.name for worker in dead or self.workers]
                 raise WorkerDied(method, names, _explain_death(error, dead)) from error
             return self._repeat_call(message, error)
@@ -394,11 +400,12 @@ class WorkerGroup:
         assert self.graph
         reason = str(error).strip().splitlines()[0]
         counts = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
-        names = [worker.name for worker, count in zip(self.workers, counts) if count != self.graph.calls]
+        # A rank counts a call when it begins, the graph when all ranks have answered: a rank with one more has begun.
+        begun = [worker.name for worker, count in zip(self.workers, counts) if count != self.graph.calls]
         self.uncompile()
-        if names:
+        if begun:
             raise GraphBroken(
-                f"the compiled graph broke ({reason}) while {', '.join(names)} did {message[0]}: how far is not known; "
+                f"the compiled graph broke ({reason}) while {', '.join(begun)} did {message[0]}: how far is not known; "
                 "resume from the last checkpoint"
             )
         self._on_graph_loss(reason)

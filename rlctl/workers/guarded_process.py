@@ -68,6 +68,7 @@ class Channel:
             if not part:
                 raise EOFError
             self._buffer += part
+            # `recv` has its own timeout. This is for a child that sends a little each time.
             if b"\n" not in self._buffer and time.monotonic() > end:
                 raise TimeoutError
         line, _, self._buffer = self._buffer.partition(b"\n")
@@ -129,13 +130,15 @@ class GuardedProcess:
         return parent_end
 
     def stop(self) -> None:
-        """End the process and all of its descendants."""
+        """End the process and all of its descendants. Its supervisors end the descendants (supervisor.py)."""
         if self._process is not None:
             assert self._process.stdin
+            # At this the outer supervisor, which is `_process`, ends all descendants and exits.
             self._process.stdin.close()
             try:
                 self._process.wait(ENDING_TIMEOUT_S)
             except subprocess.TimeoutExpired:
+                # The inner supervisor notices that the outer one is gone, and ends the descendants.
                 self._process.kill()
                 self._process.wait()
         if self._channel is not None:
@@ -148,6 +151,7 @@ class GuardedProcess:
         try:
             code = self._process.wait(ENDING_TIMEOUT_S)
         except subprocess.TimeoutExpired:
+            # The process still runs. The caller asks for its ending because the connection was closed.
             return "it closed its connection"
         finally:
             self.stop()

@@ -57,9 +57,8 @@ def verl_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of verl's `compute_score` for one rollout.
 
-    `data_source` and `extra_info` are columns of the row. `ground_truth` is the answer. Without an answer it is the key
-    `ground_truth` of the row's column `reward_model`.
-    Raises NamedRewardError for a parameter that has no value.
+    `data_source` and `extra_info` are columns of the row. `ground_truth` is `answer`, or for None the entry
+    `ground_truth` of the row's column `reward_model`. Raises NamedRewardError for a parameter that has no value.
     """
     columns = {name: row[name] for name in _VERL_COLUMNS if name in row}
     values = {"extra_info": {}, **columns, "solution_str": completion}
@@ -78,6 +77,7 @@ def _choose_arguments(function: Callable[..., Any], values: Mapping[str, Any], h
     missing_names = []
     for name, parameter in parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
+            # A function with **kwargs takes every value.
             arguments = dict(values)
             continue
         needs_value = parameter.kind is not parameter.VAR_POSITIONAL and parameter.default is parameter.empty

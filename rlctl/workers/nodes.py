@@ -118,6 +118,7 @@ class NodeLease:
     def is_gone(self) -> bool:
         """Return True if the node is gone. If its helper does not answer, wait until Ray has noticed the loss."""
         end = time.monotonic() + _NOTICE_S
+        # Ray lists a lost node for some seconds. The node lives if its helper answers, or if Ray lists it until `end`.
         while self.lives():
             if time.monotonic() > end or self._helper_answers():
                 return False
@@ -158,27 +159,27 @@ def live_nodes() -> list[LiveNode]:
 class Reservation:
     """GPUs and CPUs on one or more nodes, reserved until `release`. `nodes` has one `NodeLease` for each node."""
 
-    def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
+    def __init__(self, requests: Sequence[NodeRequest], deadline_s: float) -> None:
         """Reserve the requested amounts. Raises NoRoom if Ray does not grant them within `deadline_s` seconds."""
-        self.shares = shares
+        self.requests = requests
         bundles = []
-        for share in shares:
-            amounts = {"GPU": float(share.gpus), "CPU": share.cpus}
+        for request in requests:
+            amounts = {"GPU": float(request.gpus), "CPU": request.cpus}
             # Ray refuses a bundle without any resource.
             bundles.append({name: amount for name, amount in amounts.items() if amount} or {"CPU": 0.001})
-        selectors = [{_ID_LABEL: share.node.id} for share in shares]
+        selectors = [{_ID_LABEL: request.node.id} for request in requests]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         try:
             if not self._group.wait(deadline_s):
                 state = placement_group_table(self._group)["stats"]["scheduling_state"]
                 raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {state})")
             helpers = [
-                ray.remote(num_cpus=0, num_gpus=share.gpus)(NodeHelper)
+                ray.remote(num_cpus=0, num_gpus=request.gpus)(NodeHelper)
                 .options(scheduling_strategy=self._strategy(index))
                 .remote()
-                for index, share in enumerate(shares)
+                for index, request in enumerate(requests)
             ]
-            refs = [helper.facts.remote(share.node.address) for helper, share in zip(helpers, shares)]
+            refs = [helper.facts.remote(request.node.address) for helper, request in zip(helpers, requests)]
             facts = ray.get(refs, timeout=deadline_s)
         except (RayActorError, GetTimeoutError) as error:
             remove_placement_group(self._group)
@@ -187,11 +188,11 @@ class Reservation:
             remove_placement_group(self._group)
             raise
         self.nodes: list[NodeLease] = []
-        for index, (share, helper, (interface, gpus, cores, memory)) in enumerate(zip(shares, helpers, facts)):
+        for index, (request, helper, (interface, gpus, cores, memory)) in enumerate(zip(requests, helpers, facts)):
             lease = NodeLease(
-                id=share.node.id,
-                name=share.node.name,
-                address=share.node.address,
+                id=request.node.id,
+                name=request.node.name,
+                address=request.node.address,
                 interface=interface,
                 gpus=gpus,
                 cores=cores,

@@ -148,10 +148,12 @@ def _dead_owner(folder: Path) -> str | None:
     """Return the text that names a folder's owner, if the folder is this user's and the owner is dead; else None."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
+        # Only a folder that `make` could have made: another user may have put anything else there.
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return None
         descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
+            # Raises BlockingIOError, an OSError, while the owner lives and holds the lock.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.read(descriptor, 200).decode(errors="replace")
         finally:

@@ -38,24 +38,29 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     """Fork the process that runs `work` on the connection, and supervise it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    outer_gone, alive = os.pipe()
+    # Pipe from the outer to the inner supervisor. It closes when the outer one is gone.
+    pipe_reader, pipe_writer = os.pipe()
     inner = _fork()
     if inner:
-        os.close(outer_gone)
-        _supervise(inner, 0, connection, lambda: os.write(alive, _ASK))
-    os.close(alive)
+        # The outer supervisor: it passes each request of its standard input on to the inner one.
+        os.close(pipe_reader)
+        _supervise(inner, requests=0, connection=connection, ask=lambda: os.write(pipe_writer, _ASK))
+    os.close(pipe_writer)
     # In a new session, so that a signal to the outer supervisor's process group does not reach this process.
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     supervisor = os.getpid()
     worker = _fork()
     if worker:
-        _supervise(worker, outer_gone, connection, lambda: os.killpg(worker, signal.SIGTERM))
+        # The inner supervisor.
+        _supervise(worker, requests=pipe_reader, connection=connection, ask=lambda: os.killpg(worker, signal.SIGTERM))
+    # The worker. The kernel kills it when the inner supervisor ends.
     os.setsid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
+        # The supervisor ended before the kernel was told.
         os._exit(1)
-    os.close(outer_gone)
+    os.close(pipe_reader)
     _stay_silent_when_forked(connection)
     # The worker may end by SIGKILL, which would lose text in a buffer: write it line by line.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -75,12 +80,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _stay_silent_when_forked(connection: socket.socket) -> None:
-    """Disconnect every process that the user's code forks from `connection`: only the worker may write to it."""
-    number = connection.fileno()
+    """Let only this process, the worker, write to `connection`: replace it by /dev/null in each process it forks."""
+    descriptor = connection.fileno()
 
     def silence() -> None:
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), number, inheritable=False)
+            os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), descriptor, inheritable=False)
 
     os.register_at_fork(after_in_child=silence)
 
@@ -117,6 +122,7 @@ def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int
         ready = [number for number, _ in poll.poll()]
         if requests in ready:
             if not os.read(requests, 1):
+                # End of file: the process that asks has closed its end, or is gone.
                 break
             with contextlib.suppress(OSError):  # the worker may have ended meanwhile
                 ask()
@@ -141,6 +147,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_family(child: int) -> None:
+    """Kill the process group of `child`, then all descendants of this process, until there are none."""
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)
     # Killing a process makes its children this process's children, which the next iteration kills.
@@ -150,6 +157,7 @@ def _end_family(child: int) -> None:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
+            # No child is left, and so no descendant: orphans would be children of this process.
             return
         import psutil
 

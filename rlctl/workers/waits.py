@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _WAIT_POLL_S = 0.5
+# Seconds over which the CPU use of a late worker is measured.
+_MEASURED_S = 0.1
 # A call is unusual if it takes this many times as long as the longest earlier one.
 _UNUSUAL = 3.0
 
@@ -96,6 +98,7 @@ class Waits:
 
     def _explanation(self, wait: _Wait, lasted_s: float) -> str:
         """Return a text on the workers that the driver waits for, and their states; "" if no warning is due."""
+        # Each further warning about the same wait comes after twice the time.
         if lasted_s < max(self._explain_after_s, 2 * wait.explained_at_s):
             return ""
         states = [(name, process_state(pid)) for name, pid in wait.late_workers()]
@@ -119,9 +122,10 @@ def process_state(pid: int | None) -> str:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_STOPPED:
             return f"process {pid} is stopped: kill -CONT {pid}"
+        # Seconds in user and in system mode.
         earlier_cpu_s = sum(process.cpu_times()[:2])
-        time.sleep(_WAIT_POLL_S / 5)
-        load = (sum(process.cpu_times()[:2]) - earlier_cpu_s) / (_WAIT_POLL_S / 5)
+        time.sleep(_MEASURED_S)
+        load = (sum(process.cpu_times()[:2]) - earlier_cpu_s) / _MEASURED_S
     except psutil.Error:
         return f"process {pid} is gone"
     return f"process {pid} uses {load:.0%} of a core"
