@@ -22,27 +22,32 @@ def hint(state: RunState) -> str:
         return f"trainer waits {share:.0%} for stragglers: raise async.max_trajectory_age_steps"
     devices = state.start.get("devices") or {}
     now = (int(devices.get("trainer", 1)), int(devices.get("generator", 1)))
-    best, saved = better_division(now, 1 - idle["trainer"], 1 - idle["generator"])
+    best, saved = better_division(now, trainer_busy=1 - idle["trainer"], generator_busy=1 - idle["generator"])
     if saved < WORTH:
         return ""
-    side = "trainer" if idle["trainer"] >= idle["generator"] else "generator"
+    idler_side = "trainer" if idle["trainer"] >= idle["generator"] else "generator"
     division = f"{best[0]} to train and {best[1]} to generate"
-    return f"{side} idle {idle[side]:.0%}: {division} would save {saved:.0%} of a step"
+    return f"{idler_side} idle {idle[idler_side]:.0%}: {division} would save {saved:.0%} of a step"
 
 
-def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:
+def better_division(now: tuple[int, int], trainer_busy: float, generator_busy: float) -> tuple[tuple[int, int], float]:
     """Return ((trainer's devices, engines' devices), saved share of a step) for the best division of all devices.
 
-    now: present division. trainer, generator: shares of a step in which each side is busy. Assumes that the devices of
-    a side share its work evenly, and that a step takes as long as its slower side.
+    now: present division. trainer_busy, generator_busy: share of a step in which the side is busy. Assumes that the
+    devices of a side share its work evenly, and that a step takes as long as its slower side.
     """
-    work = (now[0] * trainer, now[1] * generator)
+    # Devices that each side would keep busy for the whole step.
+    trainer_work = now[0] * trainer_busy
+    generator_work = now[1] * generator_busy
     num_devices = sum(now)
 
-    def pace(train: int) -> float:
-        return max(work[0] / train, work[1] / (num_devices - train))
+    def step_length(num_train: int) -> float:
+        """Return the busy time of the slower side, as a share of the present step, if `num_train` devices train."""
+        return max(trainer_work / num_train, generator_work / (num_devices - num_train))
 
-    present = pace(now[0])
-    best = min(range(1, num_devices), key=lambda train: (pace(train), abs(train - now[0])), default=now[0])
-    saved = 1 - pace(best) / present if present > 0 else 0.0
+    present = step_length(now[0])
+    # Of equal divisions, the one that is closest to the present one.
+    sizes = range(1, num_devices)
+    best = min(sizes, key=lambda num_train: (step_length(num_train), abs(num_train - now[0])), default=now[0])
+    saved = 1 - step_length(best) / present if present > 0 else 0.0
     return (best, num_devices - best), saved

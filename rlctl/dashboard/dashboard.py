@@ -33,13 +33,14 @@ def render(state: RunState, width: int, height: int) -> Frame:
     rows = header(state, width)
     room = height - HEIGHT
     if not state.steps:
-        upper = min(max(3, room - 6), len(state.startup) + 3)
-        rows += startup(state, width, upper)
+        # A row for each part, one for the first step's phase, and the frame. At least 6 rows are left to the events.
+        startup_height = min(max(3, room - 6), len(state.startup) + 3)
+        rows += startup(state, width, startup_height)
     elif width >= WIDE:
         rows += _wide(state, width, room)
     elif width < TWO_COLUMNS:
-        upper = max(3, min(len(metrics_of(state)) + 2, room - SPEED_HEIGHT - LEAST_LOG))
-        rows += [*learning(state, width, upper), *throughput(state, width, SPEED_HEIGHT)]
+        learning_height = max(3, min(len(metrics_of(state)) + 2, room - SPEED_HEIGHT - LEAST_LOG))
+        rows += [*learning(state, width, learning_height), *throughput(state, width, SPEED_HEIGHT)]
     else:
         rows += _narrow(state, width, room)
     free_rows = height - len(rows)

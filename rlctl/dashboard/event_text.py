@@ -94,6 +94,7 @@ def _refit(event: Record) -> str:
 
 
 def _processes(event: Record) -> str:
+    # Each field but kind and time is a process.
     count = len(event) - 2
     if count > MOST_IDS:
         return f"process ids: of {count} processes, in events.jsonl"

@@ -66,7 +66,8 @@ class LineFormat:
         """every: number of steps from one printed line to the next. The last step is printed too."""
         self._every = every
         # Last step of the run; None if it is not known yet.
-        self._last: int | None = None
+        self._last_step: int | None = None
+        # Number of step lines so far.
         self._printed = 0
         self._columns = COLUMNS["grpo"]
 
@@ -75,14 +76,15 @@ class LineFormat:
         kind = str(record.get("kind", ""))
         if kind == "validation":
             metrics = {key.partition("/")[2]: metric for key, metric in record.items() if key.startswith("validation/")}
+            # The number of answers is shown only together with failed rewards.
             if not metrics.get("failed_rewards"):
                 for name in ("failed_rewards", "answers"):
                     metrics.pop(name, None)
             text = " ".join(f"{name} {number(metric)}" for name, metric in metrics.items())
             yield f"validation  step {record['step']}  {text}"
         elif kind == "step":
-            if int(record["step"]) % self._every == 0 or record["step"] == self._last:
-                yield from self._step(record)
+            if int(record["step"]) % self._every == 0 or record["step"] == self._last_step:
+                yield from self._step_lines(record)
         elif kind == "checkpoint" and "path" not in record:
             # This record has only the times of a checkpoint. The event of the checkpoint is printed instead.
             return
@@ -90,24 +92,26 @@ class LineFormat:
             yield f"startup     {record.get('what')} {duration(record['seconds'])}"
         elif kind and kind not in SILENT and kind not in ("validation_started", "run_ended"):
             if kind == "run_started":
-                self._last = record.get("num_steps")
+                self._last_step = record.get("num_steps")
                 self._columns = COLUMNS.get(str(record.get("algorithm")), COLUMNS["grpo"])
             tag = TAGS.get(kind, kind)
             text = describe(record)[0]
             yield f"{tag:<11} {text.removeprefix(f'{tag}: ').removeprefix(f'{tag} ')}"
 
-    def _step(self, record: Record) -> Iterator[str]:
+    def _step_lines(self, record: Record) -> Iterator[str]:
         if GREATEST_AGE.name in record:
             self._columns = COLUMNS["async"]
         if self._printed % HEADER_EVERY == 0:
-            yield self._row("step", "time", [label for label, _, _ in self._columns])
+            yield self._format_row("step", "time", [label for label, _, _ in self._columns])
         self._printed += 1
         took = duration(record[STEP_SECONDS.name]) if STEP_SECONDS.name in record else "-"
-        line = self._row(str(record["step"]), took, [_cell(name, record.get(name)) for _, _, name in self._columns])
+        line = self._format_row(
+            str(record["step"]), took, [_cell(name, record.get(name)) for _, _, name in self._columns]
+        )
         failed = int(record.get(FAILED_REWARDS.name, 0))
         yield f"{line}  {failed} rewards failed" if failed else line
 
-    def _row(self, step: str, took: str, cells: list[str]) -> str:
+    def _format_row(self, step: str, took: str, cells: list[str]) -> str:
         columns = zip(cells, self._columns)
         return f"{step:>5} {took:>7}" + "".join(f" {cell:>{width}}" for cell, (_, width, _) in columns)
 

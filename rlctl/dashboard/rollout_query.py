@@ -84,12 +84,13 @@ def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
     if not recorded_places:
         key = "telemetry.groups_per_validation" if query.validation else "telemetry.groups_per_step"
         raise NoSuchGroup(f"no {query.purpose} group was recorded yet ({key})")
-    recorded = recorded_places[0].step, max(place.step for place in recorded_places)
+    recorded_steps = (recorded_places[0].step, max(place.step for place in recorded_places))
     places = [place for place in recorded_places if query.asks_for(place)]
     if not places:
         raise NoSuchGroup(_no_group_message(query, recorded_places))
+    # A query that sets only the purpose asks for the newest step.
     if query == RolloutQuery(query.validation):
-        places = [place for place in places if place.step == recorded[1]]
+        places = [place for place in places if place.step == recorded_steps[1]]
     if query.pattern:
         groups = zip(places, read_groups(path, places))
         places = [place for place, group in groups if query.matches(group)]
@@ -98,8 +99,8 @@ def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
         means = [(place, mean_reward(group)) for place, group in zip(places, read_groups(path, places))]
         means.sort(key=lambda place_and_mean: _order_key(place_and_mean[1], sign))
         places = [place for place, _ in means]
-        return Answer(list(read_groups(path, places[:limit])), len(places), recorded)
-    return Answer(list(read_groups(path, places[-limit:])), len(places), recorded)
+        return Answer(list(read_groups(path, places[:limit])), len(places), recorded_steps)
+    return Answer(list(read_groups(path, places[-limit:])), len(places), recorded_steps)
 
 
 def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[Record]:

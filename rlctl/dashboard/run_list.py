@@ -104,6 +104,7 @@ def table(entries: list[RunEntry], width: int) -> Table:
     for least_needed in ("tok/s/device", "kind", "started", "accuracy"):
         if sum(widths.values()) > width:
             del widths[least_needed]
+    # Only the name's column may be narrower than its texts, which then wrap.
     columns = []
     for title, column_width in widths.items():
         if title == "name":

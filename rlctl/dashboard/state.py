@@ -79,7 +79,7 @@ class History:
         numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
         if not in_order:
             for steps, values in self._series.values():
-                _remove_after(steps, values, step - 1, step)
+                _remove_after(steps, values, step - 1, last=step)
         for name, value in numbers.items():
             steps, values = self._series.setdefault(name, (array("q"), array("d")))
             place = bisect_left(steps, step)
@@ -319,19 +319,22 @@ class RunReader:
     """
 
     def __init__(self, path: Path, samples: bool = False, limit: int | None = None) -> None:
-        self._rollouts = path / "rollouts.jsonl" if samples else None
-        self._sampled = 0.0
-        self._declared = 0.0
         self._limit = limit
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
-        self._rows = path / METRIC_ROWS
-        self._checked = -math.inf
+        # Two files that are read as a whole, when their modification times have changed.
+        self._rollouts = path / "rollouts.jsonl" if samples else None
+        self._rollouts_mtime = 0.0
+        self._metric_rows = path / METRIC_ROWS
+        self._metric_rows_mtime = 0.0
         # Number of records of each file that lack a needed field, or have another type there.
         self._unsound: Counter[Tail] = Counter()
-        self._newest = 0.0
-        self._newest_metrics = 0.0
+        # Times of the newest record and of the newest metrics, in unix seconds of the driver's clock.
+        self._newest_record_time = 0.0
+        self._newest_metrics_time = 0.0
+        # Time of the last look at the driver's process, by `time.monotonic`.
+        self._driver_checked = -math.inf
         self.state = RunState(
             neutral(path.resolve().name), steps=History(limit=limit), validations=History(limit=limit)
         )
@@ -359,16 +362,16 @@ class RunReader:
             state.health = {check: set(sorted(steps)[newest]) for check, steps in state.health.items()}
         for record in metrics:
             state.apply_metrics(record)
-        if self._rollouts and (modified := _modification_time(self._rollouts)) != self._sampled:
-            self._sampled = modified
+        if self._rollouts and (modified := _modification_time(self._rollouts)) != self._rollouts_mtime:
+            self._rollouts_mtime = modified
             state.sample = newest_group(self._rollouts) or {}
-        if (modified := _modification_time(self._rows)) != self._declared:
-            self._declared = modified
-            state.declared = read_rows(self._rows) or installed_rows()
-        unseen = [record for record in metrics if record["time"] > self._newest_metrics]
-        self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
+        if (modified := _modification_time(self._metric_rows)) != self._metric_rows_mtime:
+            self._metric_rows_mtime = modified
+            state.declared = read_rows(self._metric_rows) or installed_rows()
+        unseen = [record for record in metrics if record["time"] > self._newest_metrics_time]
+        self._newest_metrics_time = max((record["time"] for record in unseen), default=self._newest_metrics_time)
         for record in [*events[-1:], *metrics[-1:]]:
-            self._newest = max(self._newest, record["time"])
+            self._newest_record_time = max(self._newest_record_time, record["time"])
         if not state.checkpoint_metric:
             state.checkpoint_metric, state.configured_bound, state.cuts_distribution = _from_config(self._config)
         if state.end:
@@ -376,11 +379,14 @@ class RunReader:
             state.now = float(state.end["time"])
         else:
             if state.start and "pid" not in state.start:
+                # The event does not name the driver, so nothing can be checked.
                 state.status = "running"
-            elif state.start and time.monotonic() - self._checked > 2.0:
-                self._checked = time.monotonic()
+            elif state.start and time.monotonic() - self._driver_checked > 2.0:
+                self._driver_checked = time.monotonic()
                 state.status = "running" if driver_lives(state.start) else "died"
-            state.now = self._newest if state.status == "died" else max(time.time(), self._newest)
+            # The driver's clock may be ahead of this machine's.
+            now = max(time.time(), self._newest_record_time)
+            state.now = self._newest_record_time if state.status == "died" else now
         news = events + unseen
         news.sort(key=lambda record: float(record["time"]))
         return news

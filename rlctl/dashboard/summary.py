@@ -151,6 +151,7 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
     if (mfu := state.mean(MFU.name)) is not None:
         yield "MFU", percent(mfu)
     if (step := state.mean(STEP_SECONDS.name)) is not None:
+        # The sums over all steps take the place of one step's record.
         shares = split([{name: sum(state.values(name)) for name in state.steps.names}])
         phases = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
         yield "step time", f"{duration(step)}: {phases}"

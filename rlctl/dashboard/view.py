@@ -106,7 +106,7 @@ class LiveDashboard(RunView):
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
         super().__init__(run, console or SafeConsole())
-        self._drawn = 0.0
+        self._drawn_at = 0.0
         self._size = self.console.size
         self._live = Live(
             console=self.console,
@@ -121,12 +121,12 @@ class LiveDashboard(RunView):
         return self._live
 
     def update(self) -> None:
-        fresh = bool(self.reader.poll())
+        must_draw = bool(self.reader.poll())
         if self.console.size != self._size:
             self.console.clear()
-            fresh = True
-        if fresh or time.monotonic() - self._drawn >= IDLE_REDRAW_S:
-            self._drawn = time.monotonic()
+            must_draw = True
+        if must_draw or time.monotonic() - self._drawn_at >= IDLE_REDRAW_S:
+            self._drawn_at = time.monotonic()
             self._size = self.console.size
             width, height = self._size
             self._live.update(render(self.reader.state, width, height), refresh=True)
@@ -178,20 +178,21 @@ def terminal_alone(log: Path) -> Iterator[TextIO]:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
-    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    terminal = os.fdopen(os.dup(saved[0]), "w", encoding="utf-8", errors="replace")
+    saved_stdout = os.dup(1)
+    saved_stderr = os.dup(2)
+    log_descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    terminal = os.fdopen(os.dup(saved_stdout), "w", encoding="utf-8", errors="replace")
     try:
-        os.dup2(target, 1)
-        os.dup2(target, 2)
+        os.dup2(log_descriptor, 1)
+        os.dup2(log_descriptor, 2)
         yield terminal
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(saved[0], 1)
-        os.dup2(saved[1], 2)
+        os.dup2(saved_stdout, 1)
+        os.dup2(saved_stderr, 2)
         # A terminal that was closed cannot take the text that is still buffered.
         with suppress(OSError):
             terminal.close()
-        for descriptor in (*saved, target):
+        for descriptor in (saved_stdout, saved_stderr, log_descriptor):
             os.close(descriptor)

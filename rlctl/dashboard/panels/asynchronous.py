@@ -45,11 +45,13 @@ def timeline(state: RunState, width: int, height: int) -> list[Row]:
     for name, cells_of_phase in groupby(_longest_phases(recent, cells)):
         sign, style = SIGNS[name]
         trainer_parts.append((sign * len(list(cells_of_phase)), style))
+    # A span of the generator's line is a step, and its name is the step's idle share.
     idle_spans = [(_seconds(record), float(record.get(GENERATOR_IDLE.name, 1.0))) for record in recent]
     generator = ""
+    highest_block = len(SPARKS) - 1
     for shares in _share_by_cell(idle_spans, cells):
         busy = 1 - sum(share * idle for idle, share in shares.items())
-        generator += SPARKS[min(6, max(0, round(busy * 6)))]
+        generator += SPARKS[min(highest_block, max(0, round(busy * highest_block)))]
     signs: list[Part] = []
     for name, sign_and_style in SIGNS.items():
         signs += [sign_and_style, (f" {name.replace('_', ' ')}  ", "bright_black")]
@@ -60,6 +62,7 @@ def timeline(state: RunState, width: int, height: int) -> list[Row]:
         spread(row(f"{f'-{seconds}':<{LABEL}}", *signs), row(("now", "bright_black")), width - 4),
     ]
     if advice := hint(state):
+        # Above the axis, which is cut off first if there is no room.
         rows.insert(2, row(("→ ", "bold yellow"), (advice, "yellow")))
     aside = "busy"
     for label, metric in (("refit", REFIT_SECONDS), ("stall", REFIT_STALL)):
@@ -103,6 +106,7 @@ def _share_by_cell(spans: list[tuple[float, Name]], cells: int) -> Iterator[dict
             if span_rest <= 1e-12 * total:
                 index += 1
                 span_rest = spans[index][0] if index < len(spans) else 0.0
+        # Rounding may leave nothing for the last cell.
         yield dict(shares) or {spans[-1][1]: 1.0}
 
 
@@ -148,6 +152,7 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
     room = height - 3
     if len(entries) > room >= 1:
         entries = [*entries[: room - 1], _merge_ages(entries[room - 1 :])]
+    # Two bars share the width without the frame (4), the label (4), two numbers (6 each) and the mismatch (10).
     cells = max(0, (width - 4 - 4 - 2 * 6 - 10) // 2)
     scale = max(max(entry.trained, entry.in_flight) for entry in entries)
 

@@ -24,7 +24,10 @@ def spark(values: Sequence[float], width: int) -> str:
     high = max(cells)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         return SPARKS[0] * len(cells)
-    return "".join(SPARKS[min(6, int((value - low) / (high - low) * 7))] for value in cells)
+    # The range has a part of equal size for each block. The highest value is at the end of the last part.
+    highest_block = len(SPARKS) - 1
+    shares = [(value - low) / (high - low) for value in cells]
+    return "".join(SPARKS[min(highest_block, int(share * len(SPARKS)))] for share in shares)
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
@@ -61,6 +64,7 @@ def chart(
     first = min(xs)
     length = max(max(xs) - min(xs), 1e-9)
     low, high = bounds
+    # A cell has 2 dots in a line and 4 in a column.
     for index, points in enumerate(series):
         dots = []
         for x, y in points:

@@ -63,7 +63,10 @@ def metrics_of(state: RunState) -> list[ShownMetric]:
         if shown_metric.place.failure:
             if latest is not None and latest > 0:
                 failures.append(shown_metric)
-        elif latest is not None and (not shown_metric.place.used or any(state.values(shown_metric.name))):
+            continue
+        # `used`: the metric is shown only if it was above 0 at some step.
+        is_used = not shown_metric.place.used or any(state.values(shown_metric.name))
+        if latest is not None and is_used:
             ordinary.append(shown_metric)
     return failures + ordinary
 

@@ -23,15 +23,16 @@ def rollout(state: RunState, width: int, limit: int) -> list[Row]:
         chosen = [by_reward[0], by_reward[-1]]
     # A group has no prompt if the environment begins the chat.
     prompt = _wrap_lines(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
-    room = (inner - 2 * (len(chosen) - 1)) // len(chosen)
-    columns = [_column(record, room, limit - 2 - len(prompt)) for record in chosen]
+    # Two blanks separate the columns.
+    column_width = (inner - 2 * (len(chosen) - 1)) // len(chosen)
+    columns = [_column(record, column_width, limit - 2 - len(prompt)) for record in chosen]
     column_height = max(map(len, columns))
     blocks: list[list[Row]] = []
     for column in columns:
         if blocks:
             blocks.append([row("  ")] * column_height)
         empty_rows: list[Row] = [[]] * (column_height - len(column))
-        blocks.append([fit(line, room) for line in column + empty_rows])
+        blocks.append([fit(line, column_width) for line in column + empty_rows])
     rows = [row((line, "bright_black")) for line in prompt]
     rows += place_side_by_side(*blocks)
     return box("Rollouts", rows, width, len(rows) + 2, title_of(group), f"all: rlctl runs rollouts {state.name}")

@@ -45,6 +45,7 @@ def _progress_row(state: RunState, width: int) -> Row:
     eta = f"  eta {span(state.eta)}" if state.eta is not None else ""
     time_text = f"{share:4.0%}  {span(state.elapsed_s)}{eta}"
     room = width - len(step_text) - len(time_text) - 4
+    # The bar has a character for half a cell.
     halves = round(min(1.0, share) * room * 2)
     filled = "━" * (halves // 2) + "╸" * (halves % 2)
     colour = SIGNS[state.status][1] if state.status != "running" else "cyan"
@@ -75,6 +76,7 @@ def _processes(start: Record) -> str:
     if not engines:
         return trainers
     if start.get("device") == "cuda" and start.get("shared"):
+        # Both sides are on the same GPUs, so their numbers are not added.
         gpus = max(int(devices.get(side, 1)) for side in ("trainer", "generator"))
         shared = "the same " if gpus > 1 else ""
         return f"{trainers} and {count(engines, 'engine')} on {shared}{count(gpus, 'GPU')}"
@@ -89,6 +91,7 @@ def startup(state: RunState, width: int, height: int) -> list[Row]:
     """Draw the parts of the run's start with their seconds: finished parts, and parts that are still starting."""
     # Name of a part -> (begin, seconds or None).
     parts = dict(state.startup)
+    # The longest part fills a bar. The phase of the first step, added below, does not change the scale.
     scale = max((seconds or state.now - since for since, seconds in parts.values()), default=0.0)
     if state.phase is not None and not state.steps:
         name, step, since = state.phase
@@ -120,8 +123,9 @@ def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]
     rows: list[Row] = []
     for event in reversed(events[-height:]):
         if event["kind"] == "checkpoint":
-            _, folder, step = str(event.get("path", "")).rpartition("checkpoints/")
-            event = {**event, "path": folder + step}
+            # Show the path from `checkpoints/` on, because the header names the run.
+            _, folder, step_folder = str(event.get("path", "")).rpartition("checkpoints/")
+            event = {**event, "path": folder + step_folder}
         text, style = describe(event)
         clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
         first_line, *further_lines = textwrap.wrap(text, max(20, width - 4 - CLOCK)) or [""]

@@ -87,6 +87,7 @@ def _health_data(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
             if event.kind in HEALTH:
                 row = {"step": event.step, "label": event.label, "text": event.text, "run": run.name}
                 rows.append(row | {"kind": event.kind})
+    # A chart that has only the ends of runs says nothing of their health.
     if {row["kind"] for row in rows} <= {"run_ended"}:
         return []
     labels = {row["label"] for row in rows}
@@ -156,7 +157,7 @@ def _differences(runs: Sequence[ReportedRun]) -> str:
         return ""
     if not keys:
         return _section("What differs", "<p>Their configs are equal.</p>")
-    # Key -> names of the runs that have the key.
+    # Key -> names of the runs that have the key. If the runs are of one kind, every key counts as a key of all runs.
     owners = {key: tuple(run.name for run in known_runs if key in run.config) for key in keys}
     if len({run.config.get("kind", _ABSENT).text for run in known_runs}) == 1:
         owners = dict.fromkeys(keys, tuple(run.name for run in known_runs))
@@ -218,6 +219,7 @@ def _value(value: ConfigValue) -> str:
 def _health_grid(runs: Sequence[ReportedRun]) -> str:
     if not _health_data(runs):
         return "<p class='note'>No warnings, no errors, no engine lost.</p>"
+    # `_health_data` comes last in the list of charts, so -1 is its index.
     return '<figure class="card health"><div class="chart" data-chart="-1"></div></figure>'
 
 

@@ -176,6 +176,7 @@ def _events(path: Path, state: RunState) -> list[ReportedEvent]:
         if kind in _UNTOLD:
             continue
         time_s = float(record["time"])
+        # Without a step of its own, the event has the last step that was done before it.
         num_done = bisect_right(times, time_s)
         step = steps[num_done - 1] if num_done else 0
         if isinstance(record.get("step"), int):
@@ -207,6 +208,7 @@ def _samples(path: Path, purpose: str) -> list[Record]:
         groups = [_sample_of(group) for group in read_groups(path, places)]
         if len(json.dumps(groups)) <= MOST_SAMPLES or len(steps) == 1:
             return groups
+        # Too long: try again with half the steps.
         limit = len(steps) // 2
     return []
 
