@@ -101,7 +101,7 @@ class AnsweringEngines:
 def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> list[ServerRow]:
     """Measure one session alone, and `sessions` concurrent ones, for each size (bytes) of a first request."""
     word_tokenizer(_VOCABULARY).save_pretrained(folder / "words")
-    spec = ChatSpec(str(folder / "words"), _TEMPLATE, None, None, "text")
+    spec = ChatSpec(str(folder / "words"), _TEMPLATE, system_prompt=None, folder=None, special_tokens="text")
     session_counts = [1, sessions] if sessions > 1 else [1]
     return [_server_row(spec, size, number, folder, say) for size, number in product(sizes, session_counts)]
 
@@ -111,16 +111,20 @@ def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say
     row_folder = folder / f"{size}-{sessions}"
     row_folder.mkdir()
     chat = spec.load()
-    with EnvironmentPool({"agent": EnvironmentSpec(_AGENT, _NO_DEADLINE_S, agent=AgentSpec())}, _MEMORY_MIB, 1) as pool:
+    agent = EnvironmentSpec(_AGENT, timeout_s=_NO_DEADLINE_S, agent=AgentSpec())
+    with EnvironmentPool({"agent": agent}, memory_mib=_MEMORY_MIB, processes=1) as pool:
         pool.give_chat(spec, None)
         pool.contracts()
-        limits = EpisodeLimits(4 * TURNS, 1 << 30, float("inf"), 0, "keep")
+        # No limit that a session reaches.
+        limits = EpisodeLimits(
+            max_turns=4 * TURNS, max_length=1 << 30, timeout_s=float("inf"), max_retries=0, history="keep"
+        )
         runner = RolloutRunner(AgentPlayer(pool, chat, limits), AnsweringEngines(pool.events))
         ended = list[Any]()
         files = [row_folder / f"{index}.json" for index in range(sessions)]
-        starts = [_start(index, file) for index, file in enumerate(files)]
+        starts = [_rollout_start(index, file) for index, file in enumerate(files)]
         runner.events.ask(lambda: runner.begin(starts, ended.append))
-        addresses = _addresses(files, ended)
+        addresses = _wait_for_addresses(files, ended)
         process = _agents_process(pool)
         opening = _opening(size)
         # The first request loads the tokenizer and compiles the template, so it is made before anything is counted.
@@ -147,13 +151,24 @@ def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say
     )
 
 
-def _start(index: int, file: Path) -> RolloutStart:
-    task = Task(f"r{index}", [], "", None, {"file": str(file)})
-    return RolloutStart(RolloutId("train", task.id, 0, index), task, _TURN, 1.0, index, 0)
+def _rollout_start(index: int, file: Path) -> RolloutStart:
+    """Return the start of session `index`, whose agent writes its address and key to `file`."""
+    task = Task(f"r{index}", tokens=[], text="", answer=None, row={"file": str(file)})
+    return RolloutStart(
+        id=RolloutId("train", task.id, group=0, index=index),
+        task=task,
+        max_new_tokens=_TURN,
+        temperature=1.0,
+        seed=index,
+        group_seed=0,
+    )
 
 
-def _addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
-    """Wait until every agent has written its file; return (address, key) of each. Raises RuntimeError if one fails."""
+def _wait_for_addresses(files: list[Path], ended: list[Any]) -> list[tuple[str, str]]:
+    """Wait until every agent has written its file; return (address, key) of each. Raises RuntimeError if one fails.
+
+    ended: the rollouts that have ended so far. An agent goes on until the bench is done.
+    """
     addresses = list[tuple[str, str]]()
     end = time.monotonic() + _DEADLINE_S
     for file in files:
@@ -175,6 +190,7 @@ def _agents_process(pool: EnvironmentPool) -> psutil.Process:
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process, in user and in system mode."""
     return float(sum(process.cpu_times()[:2]))
 
 

@@ -63,16 +63,18 @@ def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> 
     rollouts = 0
     seconds = 0.0
     tokens = 0.0
-    wasted = 0.0
+    wasted_tokens = 0.0
     for record in records:
         if record["kind"] == "step":
+            # Groups that were sampled but not trained.
             further_groups = record.get(metric_rows.REPLACED_GROUPS.name, 0.0)
             further_groups += record.get(metric_rows.SURPLUS_GROUPS.name, 0.0)
             rollouts += int(config.grpo.num_prompts_per_step + further_groups) * config.grpo.num_generations_per_prompt
             seconds += record[STEP_SECONDS.name]
             generated = record[metric_rows.GENERATED_TOKENS.name] + record.get(metric_rows.SURPLUS_TOKENS.name, 0.0)
             tokens = tokens + generated
-            wasted = wasted + generated * record.get(metric_rows.WASTED_TOKENS.name, 0.0)
+            # WASTED_TOKENS is a share.
+            wasted_tokens += generated * record.get(metric_rows.WASTED_TOKENS.name, 0.0)
         elif metric_rows.HELD_OUT_ACCURACY.name in record:
             curve.steps.append(record["step"])
             curve.rollouts.append(rollouts)
@@ -80,7 +82,7 @@ def learning_curve(seed: int, records: Sequence[Record], config: GrpoConfig) -> 
             curve.accuracy.append(record[metric_rows.HELD_OUT_ACCURACY.name])
     if not curve.accuracy:
         raise RuntimeError(f"seed {seed}: no held-out accuracy was measured")
-    return LearningCurve(**{**vars(curve), "tokens": int(tokens), "wasted": wasted / max(1.0, tokens)})
+    return LearningCurve(**{**vars(curve), "tokens": int(tokens), "wasted": wasted_tokens / max(1.0, tokens)})
 
 
 @dataclass(frozen=True)
@@ -280,6 +282,7 @@ class AlgorithmBench(Bench):
 
     def _run_once(self, name: str, seed: int, folder: Path, watch: Watch) -> list[Record]:
         run = folder / _file_name(f"{name}-seed-{seed}")
+        # The later values win: the bench's own keys come after the algorithm's.
         recipe, overrides = self._write_recipe(name, folder)
         run_settings = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]
         return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *run_settings]), run, watch)
@@ -335,7 +338,8 @@ class _Progress:
     say: Say
     steps: list[int]  # of each run
     _label: str = ""
-    _done: int = 0
+    _done_runs: int = 0
+    # Newest step of the current run.
     _step: int = 0
     _began: float = field(default_factory=time.monotonic)
 
@@ -346,7 +350,8 @@ class _Progress:
         self._step = 0
         self._report("")
         yield
-        self._done += 1
+        # Not in `finally`: a failed run's steps are not done.
+        self._done_runs += 1
 
     def watch(self, records: Sequence[Record]) -> None:
         """Take the new records of the current run; show the accuracy of each validation."""
@@ -356,8 +361,8 @@ class _Progress:
                 self._report(f": step {self._step}, accuracy {record.get(HELD_OUT_ACCURACY.name, float('nan')):.3f}")
 
     def _report(self, news: str) -> None:
-        total = sum(self.steps)
-        spent = time.monotonic() - self._began
-        done = sum(self.steps[: self._done]) + self._step
-        rest = f"; {span(spent * (total - done) / done)} left" if done else ""
-        self.say(f"{self._label} (run {self._done + 1} of {len(self.steps)}){news}{rest}")
+        total_steps = sum(self.steps)
+        spent_s = time.monotonic() - self._began
+        done_steps = sum(self.steps[: self._done_runs]) + self._step
+        rest = f"; {span(spent_s * (total_steps - done_steps) / done_steps)} left" if done_steps else ""
+        self.say(f"{self._label} (run {self._done_runs + 1} of {len(self.steps)}){news}{rest}")

@@ -45,8 +45,9 @@ class CurveChart:
         from matplotlib.figure import Figure
 
         labels = list(self.curves[0].x)
-        rows = -(-len(self.curves) // 5)
-        figure: Any = Figure(figsize=(5.5 * len(labels), 4.2 + 0.22 * rows), layout="constrained")
+        # The legend below the panels has 5 names in a row.
+        legend_rows = -(-len(self.curves) // 5)
+        figure: Any = Figure(figsize=(5.5 * len(labels), 4.2 + 0.22 * legend_rows), layout="constrained")
         panels = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
         for axes, label in zip(panels, labels):
             for index, curve in enumerate(self.curves):

@@ -59,6 +59,7 @@ class DispatchBench(Bench):
         try:
             group.built().wait(_DISPATCH_DEADLINE_S)
             ordinary = [self._measure_call(group, size) for size in self.payloads]
+            # From here on calls go through the graph, if there can be one.
             try:
                 group.compile(_BUFFER_BYTES)
             except GraphUnavailable as error:
@@ -102,6 +103,7 @@ class DispatchBench(Bench):
 def _measure_idle(group: WorkerGroup) -> float:
     """Return the number of cores that the busiest worker uses while nobody calls it, over 2 s."""
     processes = [psutil.Process(worker.pid()) for worker in group.workers]
+    # CPU seconds in user and in system mode.
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(_IDLE_S)
     seconds = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)]

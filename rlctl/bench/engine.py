@@ -73,10 +73,11 @@ class BenchWorker(RefitWorker):
         delivered = self._bench_tensors(plan)
         differing = []
         for entry in plan.entries:
-            sent = make_tensor(entry.name, entry.shape, version, getattr(torch, master), self.device)
-            sent = sent.to(getattr(torch, entry.dtype))
-            places = delivered.get(entry.name, [])
-            if not places or not all(torch.equal(view, sent[box]) for box, view in places):
+            trained = make_tensor(entry.name, entry.shape, version, getattr(torch, master), self.device)
+            sent = trained.to(getattr(torch, entry.dtype))
+            parts = delivered.get(entry.name, [])
+            # A tensor without any part on this worker was not delivered.
+            if not parts or not all(torch.equal(view, sent[box]) for box, view in parts):
                 differing.append(entry.name)
         return differing
 
@@ -102,11 +103,12 @@ class BenchWorker(RefitWorker):
             self._rl_regions = adapters.regions
         elif self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
-        places: dict[str, list[tuple[Any, Tensor]]] = {}
+        parts: dict[str, list[tuple[Any, Tensor]]] = {}
         if not isinstance(self._rl_regions, UnsupportedLayout):
             for region in self._rl_regions:
-                places.setdefault(region.box.name, []).append((region.box.slices(), region.view))
-            return places
+                parts.setdefault(region.box.name, []).append((region.box.slices(), region.view))
+            return parts
+        # vLLM's loader changes the tensors, so that live parameters cannot be compared.
         sink = self._rl_receiver.sink if self._rl_receiver else None
         delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else {}
         return {name: [((), tensor)] for name, tensor in delivered.items()}

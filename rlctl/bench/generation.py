@@ -124,11 +124,11 @@ class GenerationBench(Bench):
         logs = folder / "logs"
         warnings = list[str]()
         # The config is checked first, because making random weights takes minutes.
-        written = self._write_config(shape, folder)
+        checked_config = self._write_config(shape, folder).config
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
-        config = written.config
-        config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
+        model = replace(checked_config.model, path=str(folder / "model"), random_init=False)
+        config = replace(checked_config, model=model)
         settled = settle(config, RunMachine(device_of(count_gpus())), read_sizes(shape / "config.json"))
         files = ModelFiles.prepare(config.model, folder, 0)
         chat = load_chat(config, str(shape))
@@ -241,11 +241,11 @@ class GenerationBench(Bench):
         )
         tasks = list(islice(prompts, self.prompts))
         before = dispatcher.stats()
-        cpu = time.process_time()
+        cpu_begin = time.process_time()
         begin = time.perf_counter()
         groups = dispatcher.sample(played.runner, sampling, tasks, version)
         seconds = time.perf_counter() - begin
-        cpu = time.process_time() - cpu
+        cpu_seconds = time.process_time() - cpu_begin
         rollouts = list(chain.from_iterable(group.rollouts for group in groups))
         if any(rollout.num_sampled != turns * length for rollout in rollouts):
             episodes = [rollout.episode for rollout in rollouts if rollout.episode]
@@ -254,7 +254,7 @@ class GenerationBench(Bench):
         return Round(
             played=played,
             seconds=seconds,
-            cpu=cpu,
+            cpu=cpu_seconds,
             tokens=turns * length * len(rollouts),
             place=float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts])),
             before=before,
@@ -358,6 +358,7 @@ def _generation_row(
         return sum(played_round.gain(name) for played_round in rounds)
 
     at_once = total("tokens") / total("steps")
+    # Mean length of a sequence when a token is sampled. The engine reads the keys and values of this many tokens.
     place = median(played_round.place for played_round in rounds)
     rate = median(played_round.tokens / played_round.seconds for played_round in rounds)
     weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size

@@ -88,9 +88,10 @@ class GrpoBench(Bench):
         The first step is not counted, because it compiles and fills caches. An asynchronous run also fills its buffer
         at first, and it has nothing left to sample in its last `age` steps.
         """
-        age = self.age if MODES[mode].startswith("async") else None
-        first = 1 if age is None else 2 + age
-        return slice(first, first + self.steps), first + self.steps + (age or 0)
+        if not MODES[mode].startswith("async"):
+            return slice(1, 1 + self.steps), 1 + self.steps
+        first = 2 + self.age
+        return slice(first, first + self.steps), first + self.steps + self.age
 
     def settings(self, mode: str, folder: Path) -> list[str]:
         """Return the overrides of the run in a mode. folder: where `make_prompts` has written data and reward."""
@@ -211,6 +212,7 @@ def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
     def mean(name: str) -> float:
         return fmean([float(step[name]) for step in steps if name in step] or [0.0])
 
+    # A rate or a share of a step counts by the step's time.
     def weighted_mean(name: str) -> float:
         measured_steps = [step for step in steps if name in step]
         total = sum(float(step[name]) * float(step[STEP_SECONDS.name]) for step in measured_steps)
@@ -240,6 +242,7 @@ def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
 
 
 def _ceiling(rows: Sequence[ModeRow], records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """Return `GrpoResults.ceiling`. records: for each row its counted steps."""
     training = max(row.training for row in rows)
     generation = max(row.generation for row in rows)
     steps = list(chain.from_iterable(records))

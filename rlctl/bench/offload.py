@@ -222,15 +222,16 @@ def measure_copies(model: Path, name: str) -> CopyRates:
     on_device = torch.zeros(_COPY, dtype=torch.uint8, device=device)
     on_host = torch.zeros(_COPY, dtype=torch.uint8, device="cpu").pin_memory()
 
-    def copy(target: torch.Tensor, source: torch.Tensor) -> float:
+    def copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
         def work() -> None:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize(device)
 
         return _COPY / median(seconds_of(work) for _ in range(_ROUNDS))
 
-    link = copy(on_host, on_device), copy(on_device, on_host)
+    link = (copy_rate(on_host, on_device), copy_rate(on_device, on_host))
     del on_device, on_host
+    # AdamW has two moments in float32 for each parameter.
     moments: list[torch.Tensor] = []
     for _, shape in parameters_of(model):
         moments += [torch.zeros(shape, device=device), torch.zeros(shape, device=device)]
@@ -262,20 +263,20 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
 
     model = str(folder / "model")
     meeting = f"file://{folder / place}"
-    updated_there = place in (HOST, OVERLAPPED)
+    is_updated_on_host = place in (HOST, OVERLAPPED)
     count = 1 + bench.steps
     section = replace(
         bench.section,
         num_ranks=1,
         megatron=replace(
             bench.section.megatron,
-            optimizer_cpu_offload=updated_there,
+            optimizer_cpu_offload=is_updated_on_host,
             overlap_cpu_optimizer_d2h_h2d=place == OVERLAPPED,
         ),
         offload_optimizer_for_logprob=place == MOVED,
         offload_optimizer_for_generation=False,
     )
-    before = process_memory(torch.device("cpu"))["host_rss"]
+    rss_before = process_memory(torch.device("cpu"))["host_rss"]
     spec = TrainerSpec(
         config=section,
         model_path=model,
@@ -292,7 +293,8 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     )
     trainer = TrainerWorker(spec)
     share = random_batch(folder / "model", bench.tokens, bench.batch, bench.section.micro_batch_tokens)
-    totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
+    # Each sequence is a rollout, and all its tokens but the first are trained on.
+    totals = Totals(tokens=(bench.tokens - 1) * bench.batch, sequences=bench.batch, rollouts=bench.batch)
     scoring_seconds: list[float] = []
     training_seconds: list[float] = []
     peaks: list[float] = []
@@ -308,7 +310,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     moved = memory["moved_to_host"] / count, memory["moved_to_device"] / count
     parameters = trainer.info()["parameters"]
     device = memory["device_allocated"] / parameters
-    host = (memory["host_rss"] - before) / parameters
+    host = (memory["host_rss"] - rss_before) / parameters
     return StepRow(
         kind=place,
         log_probs=median(scoring_seconds[1:]),
@@ -335,6 +337,7 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int) -> "Ran
     rng = np.random.default_rng(0)
     mask = np.arange(tokens) > 0
     samples = [TrainingSample(rng.integers(vocabulary, size=tokens).astype(np.int32), mask, {}) for _ in range(count)]
+    # The plan of the only rank.
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
     return RankBatch.from_micro_batches([[samples[index] for index in batch] for batch in plan])
 

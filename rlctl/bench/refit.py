@@ -126,7 +126,7 @@ class RefitBench(Bench):
         if not self.lora_rank:
             return None
         targets, _ = choose_targets(read_sizes(model / "config.json").linears, "all")
-        return AdapterSpec(self.lora_rank, 2.0 * self.lora_rank, False, 0.0, targets)
+        return AdapterSpec(self.lora_rank, alpha=2.0 * self.lora_rank, rslora=False, dropout=0.0, targets=targets)
 
     @property
     def kinds(self) -> Sequence[Kind]:
@@ -160,7 +160,15 @@ class RefitBench(Bench):
         specs = []
         for rank in range(len(places)):
             device = "cpu" if self.cpu else "cuda:0"
-            make = partial(BenchTrainer, str(model), adapters, rank, len(places), device, self.master)
+            make = partial(
+                BenchTrainer,
+                folder=str(model),
+                adapters=adapters,
+                rank=rank,
+                world=len(places),
+                device=device,
+                master=self.master,
+            )
             env = trainer_environment(self._visible(places[rank].devices), max(1, usable_cores() // len(places)))
             specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
         return WorkerGroup(specs, _DEADLINE_S)
@@ -226,9 +234,9 @@ class _Stage:
         plain = self._measure_copy() if bench.placement.shared else self._measure_plain_link()
         self.bound = plain.seconds
         yield plain
-        for kind, mode, buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
-            say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
-            yield self._measure_refits(kind, mode, buffers, checks)
+        for kind, mode, num_buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
+            say(f"rlctl: {kind}, {mode}, {num_buffers} buffers, checks {checks}")
+            yield self._measure_refits(kind, mode, num_buffers, checks)
 
     def _measure_copy(self) -> SchemeRow:
         """Measure a copy within the device that trainer and engine share, in place of the plain link."""
@@ -239,6 +247,7 @@ class _Stage:
     def _measure_plain_link(self) -> SchemeRow:
         bench = self.bench
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
+        # Rank 0 of the link sends. The workers of an engine have successive ranks.
         first_ranks = range(1, 1 + self.workers, bench.tensor_parallel)
         sending = self.trainers.start(BenchTrainer.plain_rounds, spec, self.payload, self._plain_rounds)
         receiving = [
@@ -248,18 +257,19 @@ class _Stage:
         received = _answers(receiving)
         return make_row("raw link", sending.wait(_DEADLINE_S), received)
 
-    def _measure_refits(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
+    def _measure_refits(self, kind: Kind, mode: Mode, num_buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench
         self._clear()
         self._fill()
-        refit = Refit(self.trainers, self._options(kind, mode, buffers))
+        refit = Refit(self.trainers, self._options(kind, mode, num_buffers))
         choice = refit.open(self.ends)[0]
         plan = refit.plan
+        # Over shared memory the ends need not take part at the same time, and the driver calls one after the other.
         in_turn = kind == "shm"
         sending = self.trainers.start(BenchTrainer.refit_rounds, plan, checks, 1, bench.rounds, in_turn)
         received = self._rpc("bench_refit_rounds", plan, checks, 1, bench.rounds, in_turn)
         row = make_row(
-            label=f"rlctl {kind}, {choice.mode}, {count(buffers, 'buffer')}, checks {checks}",
+            label=f"rlctl {kind}, {choice.mode}, {count(num_buffers, 'buffer')}, checks {checks}",
             sent=sending.wait(_DEADLINE_S),
             received=received,
             differences=self._differences(),
@@ -276,7 +286,7 @@ class _Stage:
         """
         stalls = []
         gaps = []
-        seconds = []
+        refit_seconds = []
         for number in range(self.bench.updates):
             # Each update has other prompts, so that no prefix is in a cache.
             first_group = number * _REQUESTS
@@ -298,21 +308,22 @@ class _Stage:
                 while _steps(engine) < steps_before + _BEFORE_UPDATE:
                     time.sleep(_POLL_S)
             begin = time.perf_counter()
+            # The rounds before had the versions 1 to `rounds`.
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
-            seconds.append(time.perf_counter() - begin)
+            refit_seconds.append(time.perf_counter() - begin)
             stalls.append(report.stall)
             gaps.append(report.gap)
             for engine in self.engines:
                 engine.start(Engine.abort, [request.id for request in requests]).wait(_DEADLINE_S)
-        return {"stall": median(stalls), "step": median(gaps), "driver": median(seconds)}
+        return {"stall": median(stalls), "step": median(gaps), "driver": median(refit_seconds)}
 
-    def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:
+    def _options(self, kind: Kind, mode: Mode, num_buffers: int) -> RefitOptions:
         bench = self.bench
         return RefitOptions(
             kind=kind,
             dtype=bench.dtype,
             mode=mode,
-            num_buffers=buffers,
+            num_buffers=num_buffers,
             buffer_memory_ratio=bench.defaults.buffer_memory_ratio,
             timeout_s=bench.defaults.timeout_s,
             folder=str(self._folder / "refit"),

@@ -132,6 +132,7 @@ def make_row(
 
     differences: names of tensors that differ from the sent ones; None if nothing was compared.
     """
+    # The first round warms up. It counts only if it is the only one.
     rounds = range(1 if len(received[0].ends) > 1 else 0, len(received[0].ends))
     seconds = []
     commits = []
@@ -147,7 +148,8 @@ def make_row(
             slowest = [max(part.phases[number].get(name, 0.0) for part in side) for number in rounds]
             side_seconds.append(median(slowest))
         # For the phase wire take the shorter side's time, because the longer side's includes waiting for the shorter.
-        measured_seconds = [side for side in side_seconds if side]
+        # A side that has no such phase has 0 seconds.
+        measured_seconds = [seconds_of_side for seconds_of_side in side_seconds if seconds_of_side]
         if measured_seconds:
             phases[name] = min(measured_seconds) if name == "wire" else max(measured_seconds)
     return SchemeRow(

@@ -60,7 +60,8 @@ class BenchEnd:
         self.device = device
         self.meeting = meeting
         self._link: BroadcastGroup | None = None
-        self._before = 0
+        # Bytes of device memory that were allocated at the last `clear`.
+        self._bytes_before = 0
 
     def clear(self) -> None:
         """Close the plain link. Later peaks of device memory count from the amount that is allocated now."""
@@ -70,7 +71,7 @@ class BenchEnd:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-            self._before = torch.cuda.memory_allocated(self.device)
+            self._bytes_before = torch.cuda.memory_allocated(self.device)
 
     def plain_rounds(self, spec: TransportSpec, rank: int | None, payload: int, rounds: int) -> Measured:
         """Measure rounds that broadcast `payload` bytes in large buffers, and do nothing else.
@@ -98,7 +99,7 @@ class BenchEnd:
         meeting: None means that of the bench.
         """
         measured = Measured()
-        settled = 0
+        early_resident = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         for number in range(count):
@@ -108,15 +109,16 @@ class BenchEnd:
             measured.ends.append(time.perf_counter())
             measured.phases.append(phases)
             measured.commits.append(commit)
+            # By then the buffers of all rounds are allocated.
             if number == count // 10:
-                settled = _resident()
-        measured.growth_bytes = _resident() - settled
+                early_resident = _resident_bytes()
+        measured.growth_bytes = _resident_bytes() - early_resident
         if self.device.type == "cuda":
-            measured.extra_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+            measured.extra_bytes = torch.cuda.max_memory_allocated(self.device) - self._bytes_before
         return measured
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)

@@ -83,6 +83,7 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
             while True:
+                # Nobody watches: wait until the end, and read all records at once.
                 code = _wait(process, _WATCH_S if watch else None)
                 new_records = metrics.read()
                 records += new_records
@@ -124,6 +125,7 @@ def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | None:
+    """Return the exit code of a process; None if it still runs after `seconds`."""
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -131,6 +133,7 @@ def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | No
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
+    # At the first signal the run ends after its step, at the second one at once.
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
         try:

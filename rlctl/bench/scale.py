@@ -176,20 +176,19 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     ranks = settled.trainer.num_ranks
     generation = settled.config.generation
     options = refit_options(settled, run.placement, "")
-    nodes = len(run.placement.used_nodes)
     layout = model.layout(options.dtype)
     boxes = model.boxes(options.ranks_a_copy or ranks)
     digest = layout_digest(layout)
     # Only the ranks of the first copy send weights. Ranks of other copies own nothing to send.
     boxes += [[]] * (ranks - len(boxes))
-    holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
+    pickled_holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
     with _Timer() as starting:
-        plan, _, _ = plan_refit(layout, [pickle.loads(holding) for holding in holdings], options)
+        plan, _, _ = plan_refit(layout, [pickle.loads(pickled) for pickled in pickled_holdings], options)
         # The digest is part of every refit, so the time includes computing it.
         assert plan.digest
     actors = ranks + generation.num_engines
     groups = plan.owner_groups
-    sent, batching = _batch(settled)
+    batch_bytes, batch_seconds = _measure_batch(settled)
     members = max(map(len, groups)) + generation.num_engines * generation.tensor_parallel_size
     return ScaleRow(
         model=name,
@@ -199,14 +198,14 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
         engines=generation.num_engines,
         communicators=len(groups) if options.kind == "broadcast" else 0,
         members=members,
-        communicator_bytes=len(groups) * communicator_bytes(nodes),
+        communicator_bytes=len(groups) * communicator_bytes(len(run.placement.used_nodes)),
         plan_bytes=len(pickle.dumps(plan)),
         # Calls at the start: each rank returns its parts, then all join. After a rebuild: all join, then all learn the
         # version.
         start=starting.seconds + (ranks + actors) * a_call,
         rebuild=2 * actors * a_call,
-        batch_bytes=sent,
-        batch=batching + ranks * a_call,
+        batch_bytes=batch_bytes,
+        batch=batch_seconds + ranks * a_call,
         stopped=stopped_s(settled, run),
     )
 
@@ -215,16 +214,17 @@ def _plan_run(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
     """Return the settled config and the plan of an asynchronous run in which half of the GPUs train."""
     cluster = PlannedCluster(max(1, gpus // _NODE), min(gpus, _NODE), H100_BYTES)
     half = gpus // 2
-    size = 1
-    while refit_bytes(model.sizes, "bfloat16") > size * _WEIGHTS_SHARE * H100_BYTES and size < min(half, _NODE):
-        size *= 2
+    gpus_an_engine = 1
+    weight_bytes = refit_bytes(model.sizes, "bfloat16")
+    while weight_bytes > gpus_an_engine * _WEIGHTS_SHARE * H100_BYTES and gpus_an_engine < min(half, _NODE):
+        gpus_an_engine *= 2
     settings = [
         f"model.path={model.folder}",
         "model.random_init=true",
         f"model.tokenizer={RECIPES / 'tiny/qwen3-tiny'}",
         f"trainer.num_ranks={half}",
-        f"generation.num_engines={half // size}",
-        f"generation.tensor_parallel_size={size}",
+        f"generation.num_engines={half // gpus_an_engine}",
+        f"generation.tensor_parallel_size={gpus_an_engine}",
         "async.enabled=true",
         "trainer.backend=fsdp",
         f"grpo.num_prompts_per_step={half * _SEQUENCES}",
@@ -235,26 +235,26 @@ def _plan_run(model: _Model, gpus: int) -> tuple[SettledGrpo, RunPlan]:
     return settled, make_plan(settled, cluster.resources)
 
 
-def _batch(settled: SettledGrpo) -> tuple[int, float]:
+def _measure_batch(settled: SettledGrpo) -> tuple[int, float]:
     """Return the bytes of a step's batch as it leaves the driver, and the CPU seconds until it is in Ray's store."""
     import ray
 
     columns = {name: np.zeros(_LENGTH, np.float32) for name in ("advantage", "rollout_log_prob")}
-    sample = TrainingSample(np.zeros(_LENGTH, np.int32), np.ones(_LENGTH, np.bool_), columns)
-    trainer = TrainerGroup(cast(WorkerGroup, None), settled.trainer)
+    sample = TrainingSample(tokens=np.zeros(_LENGTH, np.int32), mask=np.ones(_LENGTH, np.bool_), columns=columns)
+    trainer = TrainerGroup(cast(WorkerGroup, None), settled.trainer)  # `prepare` calls no worker
     samples = [sample] * (_SEQUENCES * settled.trainer.num_ranks)
     with _Timer() as timer:
         shares = trainer.prepare(samples).shares
         for (argument,) in put_common([(share,) for share in shares]):
+            # A share of several ranks is in the store by now. Ray itself puts an argument of this size for one rank.
             if not isinstance(argument, SharedArgument):
-                # Ray itself puts a call's argument of this size into its store.
                 ray.put(argument)
-    distinct_shares = {id(share): share for share in shares}.values()
+    distinct_shares = {id(share): share for share in shares}.values()  # ranks with the same data have one object
     return sum(map(array_bytes, distinct_shares)), timer.seconds
 
 
 def _call_seconds(workers: Sequence[Worker]) -> float:
-    """Return the driver's CPU seconds for one call: the mean of many calls, with the wait for their answers."""
+    """Return the driver's mean CPU seconds for one call, with the wait for its answer. A first pass warms up."""
     argument = put_once(0)
     seconds = []
     for _ in range(2):

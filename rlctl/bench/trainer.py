@@ -29,6 +29,7 @@ class BenchTrainer(SendsWeights):
 
         folder: has the model's config.json. adapters: sent instead of the weights. master: dtype of the shards.
         """
+        # With adapters, engines prove in each refit that their live tensors are the sent ones.
         self._prove = adapters is not None
         self._rank = rank
         self._device = torch.device(device)

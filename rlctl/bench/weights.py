@@ -60,6 +60,7 @@ class RandomShards:
         return shards
 
     def _padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of every rank's rows of a tensor, with the padding rows that the last ranks have."""
         return (-(-shape[0] // self._world), *shape[1:])
 
     def _shard_of(self, name: str, shape: tuple[int, ...]) -> Tensor:

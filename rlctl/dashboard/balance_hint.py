@@ -46,7 +46,7 @@ def better_division(now: tuple[int, int], trainer_busy: float, generator_busy: f
         return max(trainer_work / num_train, generator_work / (num_devices - num_train))
 
     present = step_length(now[0])
-    # Of equal divisions, the one that is closest to the present one.
+    # If several divisions are equally good, choose the one closest to the present one.
     sizes = range(1, num_devices)
     best = min(sizes, key=lambda num_train: (step_length(num_train), abs(num_train - now[0])), default=now[0])
     saved = 1 - step_length(best) / present if present > 0 else 0.0

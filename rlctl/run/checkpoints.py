@@ -81,12 +81,13 @@ def hold(checkpoint: Path) -> bool:
 def stand_in(model: str, newest: Checkpoint | None) -> str | None:
     """Return the newest checkpoint's Hugging Face folder, to use it for a run's model whose folder is gone.
 
-    Returns None if the model's folder exists or the model is no path, if there is no export, and for runs with adapters
-    or a reference policy: they need the weights of the model itself.
+    Return None if the model's folder exists or the model is no path, or if the checkpoint has no export. Return None
+    for runs with adapters or a reference policy too, because they need the weights of the model itself.
     """
     if newest is None or not Path(model).is_absolute() or os.path.isdir(model):
         return None
     made_with = newest.state.get("made_with") or {}
+    # `frozen` is the digest of the base of adapters, or of the reference policy.
     stands_in = made_with.get("frozen") is None and (newest.export / "config.json").is_file()
     return str(newest.export) if stands_in else None
 
@@ -125,16 +126,25 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
         """Save a checkpoint at once, by `begin` and `CheckpointSave.finish`. write: fills the folder."""
-        return self.begin(step, state, lambda folder: lambda: _nothing_known(write, folder)).finish()
 
-    def begin(self, step: int, state: dict[str, Any], begin: Callable[[Path], Write]) -> "CheckpointSave":
-        """Begin a checkpoint. begin: called with its folder; returns a function that writes the files.
+        def begin_files(folder: Path) -> Write:
+            def write_files() -> Known:
+                write(folder)
+                # No file is synced or hashed yet.
+                return {}
+
+            return write_files
+
+        return self.begin(step, state, begin_files).finish()
+
+    def begin(self, step: int, state: dict[str, Any], begin_files: Callable[[Path], Write]) -> "CheckpointSave":
+        """Begin a checkpoint. begin_files: called with its folder; returns a function that writes the files.
 
         `state["score"]` ranks checkpoints: a larger score is better, and of equal scores the earlier step. A checkpoint
         with score None is not ranked. Raises the errors of `CheckpointSave.finish`.
         """
         save = CheckpointSave(self, self._folder, step, state)
-        save.begin(begin)
+        save.begin(begin_files)
         return save
 
     def all(self) -> list[Checkpoint]:
@@ -190,6 +200,7 @@ class Checkpoints:
         notes = [f"{path}: no checkpoint of rlctl, left alone" for path in strangers]
         for step, path in reversed(checkpoint_folders(self._folder)):
             damage = find_damage(path)
+            # A resume reads all files but the export's, so damage there alone does not matter.
             export_damage = {file: text for file, text in damage.items() if path / "hf" in file.parents}
             if len(damage) > len(export_damage):
                 damaged[path] = _damage_line({file: text for file, text in damage.items() if file not in export_damage})
@@ -255,13 +266,13 @@ class CheckpointSave:
         self._write: Write = dict
         self._abandoned = False
 
-    def begin(self, begin: Callable[[Path], Write]) -> None:
-        """Make the folder, and call `begin`, which copies all state that training may change afterwards."""
+    def begin(self, begin_files: Callable[[Path], Write]) -> None:
+        """Make the folder, and call `begin_files`, which copies all state that training may change afterwards."""
         shutil.rmtree(self._temporary, ignore_errors=True)
         with self._whole_or_nothing():
             self._text = json.dumps({"step": self._step, **self._state})
             self._temporary.mkdir(parents=True)
-            self._write = begin(self._temporary)
+            self._write = begin_files(self._temporary)
 
     def finish(self) -> Checkpoint:
         """Fill the folder, sync it, and rename it to its final name.
@@ -291,6 +302,7 @@ class CheckpointSave:
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
+        """Remove the unfinished folder if the block raises, and raise CheckpointError for an error of the disk."""
         try:
             yield
         except BaseException as error:
@@ -300,11 +312,6 @@ class CheckpointSave:
             if isinstance(error, Exception) and not isinstance(error, WorkerDied | WorkerTimeout | CheckpointError):
                 raise CheckpointError(f"no checkpoint of step {self._step} in {self._folder}: {error}") from error
             raise
-
-
-def _nothing_known(write: Callable[[Path], None], folder: Path) -> Known:
-    write(folder)
-    return {}
 
 
 def _read_checkpoint(path: Path, step: int) -> Checkpoint | None:

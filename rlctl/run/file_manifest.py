@@ -51,8 +51,10 @@ def write_manifest(
 
 
 def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
-    """Compare the files in `folder` with its manifest; return path -> text on the damage. part: prefix of the names to
-    compare; empty: all."""
+    """Compare the files in `folder` with its manifest; return path -> text on the damage.
+
+    part: compare only the files whose names begin with this text; empty: all.
+    """
     try:
         listed = {name: facts for name, facts in _read_manifest(folder / MANIFEST).items() if name.startswith(part)}
     except FileNotFoundError:

@@ -62,14 +62,16 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     """
     config = settled.config
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
-    dataset = config.data.train.paths
+    train_paths = config.data.train.paths
     template = Path(config.data.chat_template)
     keys = {key: _config_value(config, key) for key in _DATA_KEYS + _DATASET_KEYS}
     if config.data.system_prompt is not None:
         # Only a digest, because the prompt may come from an environment variable, whose values are not written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
     if not config.data.shuffle:
+        # Without shuffling the rows come in the order of the file, whatever the seed.
         keys["run.seed"] = None
+    # `data.chat_template` is a template's text, or the path of a file with a template.
     if template.is_file():
         keys["data.chat_template"] = f"a file of sha256 {_digest(template)[:12]}"
     if sources := config.data.train.sources:
@@ -85,8 +87,8 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
         "lora": _lora(config),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
-        "data": _digest_files(dataset),
-        "data_path": path_text(dataset) if dataset else None,
+        "data": _digest_files(train_paths),
+        "data_path": path_text(train_paths) if train_paths else None,
         "keys": keys,
     }
 
@@ -95,8 +97,8 @@ def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
     """Return the digest of all tokenized rows of a data set."""
     digest = hashlib.sha256()
     for row in rows:
-        rest = row.answer if isinstance(row, Task) else row.mask.tobytes()
-        digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
+        target = row.answer if isinstance(row, Task) else row.mask.tobytes()
+        digest.update(repr((len(row.tokens), target)).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(row.tokens, np.int32).tobytes())
         if isinstance(row, Task) and not row.tokens:
             # A task without a prompt, for example of an environment, is defined by its row.
@@ -123,6 +125,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
         reason = f"not the model of {checkpoint}: {', '.join(changes[:4])}"
         yield Contradiction("model.path", old_path, new_path, reason)
     elif _differ(then, now, "frozen"):
+        # The model has the same shapes, but weights that no checkpoint saves are others.
         role = "base below the adapters" if now.get("lora") else "reference policy (grpo.loss.kl_coef above 0)"
         yield Contradiction("model.path", old_path, new_path, f"not the {role} of {checkpoint}")
     old_roles = then.get("roles") or {}
@@ -159,6 +162,7 @@ def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterato
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    """Return True if both fingerprints have a digest `key`, and the digests differ."""
     return then.get(key) is not None and now[key] is not None and then[key] != now[key]
 
 

@@ -203,8 +203,8 @@ class Health:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Checks without a saved state start empty."""
         # Forget which fatal checks were out of bounds, so that they can stop the resumed run again.
-        fatal = {check.name for check in self._checks if check.fatal or self._stop}
-        self._ill = set(state.get("ill", ())) - fatal
+        fatal_names = {check.name for check in self._checks if check.fatal or self._stop}
+        self._ill = set(state.get("ill", ())) - fatal_names
         for check in self._checks:
             if check.name in state:
                 check.load_state_dict(state[check.name])

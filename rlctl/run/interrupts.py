@@ -40,7 +40,8 @@ class Interrupts:
         self._notify = notify
         self._last_words = last_words
         self._before: Mapping[signal.Signals, Any] = {}
-        self._at_once = False
+        # True within `ends_block`.
+        self._ends_block = False
 
     def __enter__(self) -> "Interrupts":
         self._before = _set_handlers(self._handle, *_MEANINGS)
@@ -53,13 +54,13 @@ class Interrupts:
     def ends_block(self) -> Iterator[None]:
         """Within the block, make the first signal raise KeyboardInterrupt on the main thread. This is for code before
         the first step, when there is nothing to save."""
-        self._at_once = True
+        self._ends_block = True
         try:
             if self.is_requested:
                 raise KeyboardInterrupt
             yield
         finally:
-            self._at_once = False
+            self._ends_block = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested:
@@ -73,9 +74,9 @@ class Interrupts:
         self.is_requested = True
         # On a separate thread, because `notify` may need a lock that the interrupted main thread holds.
         threading.Thread(target=self._notify, name="interrupted").start()
-        if self._at_once:
+        if self._ends_block:
             # Raise it only once, because the cleanup that follows must not be interrupted.
-            self._at_once = False
+            self._ends_block = False
             raise KeyboardInterrupt
 
 

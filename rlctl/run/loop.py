@@ -66,11 +66,12 @@ class Loop(ABC):
                 self.step()
             except FloatingPointError as error:
                 raise self._save_before_stop(f"step {self.done + 1}: {error}", start) from error
+            # Record an earlier checkpoint, if it has become complete, or raise its error.
             self._recorder.finish_save(wait=False)
-            if self._recorder.validation_due(self.done, self._last()):
+            if self._recorder.validation_due(self.done, self._is_last()):
                 self.validate()
             self._judge(start)
-            if self._recorder.checkpoint_due(self.done, self._last()):
+            if self._recorder.checkpoint_due(self.done, self._is_last()):
                 self.save()
         # `stop` may have become true after `checkpoint_due` was asked.
         if start < self.done < self._num_steps and self._recorder.saved != self.done:
@@ -138,8 +139,10 @@ class Loop(ABC):
         self.save_with({})
 
     def save_with(self, more_state: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
-        """Save a checkpoint of the last step. more_state: added to its state. write: writes further files into its
-        folder."""
+        """Save a checkpoint of the last step.
+
+        more_state: added to the checkpoint's state. write: writes further files into the checkpoint's folder.
+        """
         state = {
             "version": self.done,
             "cursor": self._cursor.state_dict(),
@@ -148,5 +151,6 @@ class Loop(ABC):
         }
         self._recorder.save(self.done, state, self._write, write)
 
-    def _last(self) -> bool:
+    def _is_last(self) -> bool:
+        """Return True if no step follows the last one."""
         return self.done == self._num_steps or self._stop()

@@ -80,7 +80,7 @@ class RunRecorder:
         self._metric_rows = run_dir.metric_rows
         self._declared = installed_rows()
         # Names of metrics that were looked up in `_declared` already.
-        self._recorded = set[str]()
+        self._looked_up = set[str]()
         # Subjects of `warn_once`.
         self._warned_subjects = set[str]()
         telemetry = config.telemetry
@@ -132,8 +132,8 @@ class RunRecorder:
 
     def _tell_undeclared(self, metrics: Mapping[str, float]) -> None:
         """Warn once about each metric that is not declared."""
-        for name in metrics.keys() - self._recorded:
-            self._recorded.add(name)
+        for name in metrics.keys() - self._looked_up:
+            self._looked_up.add(name)
             if self._declared.find(name) is None:
                 text = "is recorded, and shown without a meaning; declare it in the attribute `metrics` of your class"
                 self.events.emit("warning", what=f"metric {name} is not declared: it {text}")
@@ -168,38 +168,44 @@ class RunRecorder:
         self.metrics.write("validation", step, metrics)
 
     def save(
-        self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
+        self,
+        step: int,
+        state: dict[str, Any],
+        begin_trainer: WriteTrainer,
+        write_own: Callable[[Path], None] | None = None,
     ) -> None:
-        """Save a checkpoint, after waiting for the previous save. write: begins the trainer's part. write_own: writes
-        the loop's part.
+        """Save a checkpoint, after waiting for the previous save.
 
-        With `checkpoint.beside_training` this returns as soon as the trainer's state is copied, so that training
-        continues. `finish_save` returns the finished checkpoint.
+        begin_trainer: begins to write the trainer's part. write_own: writes the loop's part. With
+        `checkpoint.beside_training` this returns as soon as the trainer's state is copied, so that training continues.
+        `finish_save` returns the finished checkpoint.
         """
         self.finish_save()
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
         wait_cause = ""
 
-        def fill(folder: Path) -> Write:
+        def begin_files(folder: Path) -> Write:
             nonlocal wait_cause
             export = folder / "hf" if self._checkpoint.export else None
             (folder / "trainer").mkdir()
-            trainer = write(folder / "trainer", export, self.export_dtype, self._checkpoint.beside_training)
-            wait_cause = trainer.wait_cause
+            trainer_save = begin_trainer(
+                folder / "trainer", export, self.export_dtype, self._checkpoint.beside_training
+            )
+            wait_cause = trainer_save.wait_cause
 
-            def rest() -> Known:
+            def finish_files() -> Known:
                 if write_own:
                     write_own(folder)
-                synced_files = trainer.finish()
+                synced_files = trainer_save.finish()
                 if export and self.end_tokens:
                     list_end_tokens(export, self.end_tokens)
                 return synced_files
 
-            return rest
+            return finish_files
 
         state = {**state, "made_with": self.made_with, "score": self._score()}
-        saving = _Saving(step, begin, self.checkpoints.begin(step, state, fill))
+        saving = _Saving(step, begin, self.checkpoints.begin(step, state, begin_files))
         if wait_cause and not self._warned_of_copies:
             self._warned_of_copies = True
             self.events.emit("warning", what=f"steps wait while checkpoints are written: {wait_cause}")
@@ -250,6 +256,8 @@ class RunRecorder:
         return f"the last checkpoint is of step {checkpoint.step}" if checkpoint else "there is no checkpoint"
 
     def _score(self) -> float | None:
+        """Return the value by which the checkpoint is ranked, larger is better; None if it was not measured."""
         name = self._checkpoint.metric
         value = self.measured.get(name.removeprefix("-"))
+        # A leading - in `checkpoint.metric` means that smaller values are better.
         return value if value is None or not name.startswith("-") else -value

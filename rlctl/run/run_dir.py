@@ -93,6 +93,7 @@ class RunDir:
         try:
             config = yaml.safe_load(self.config.read_text(encoding="utf-8"))
             if isinstance(config, dict) and isinstance(config.get("kind"), str):
+                # The sections that the readers of a recorded config use.
                 sections = (config.get("model", {}), config.get("data", {}))
                 if all(isinstance(section, dict) for section in sections):
                     return dict(config)
@@ -124,10 +125,11 @@ class RunDir:
         number = self.attempt + 1
         folder = self.path / "logs" / f"attempt_{number}"
         folder.mkdir(parents=True)
-        link = folder.parent / ".latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.name)
-        link.replace(self.logs)
+        # Make a new link and rename it, so that `logs/latest` exists at every moment.
+        new_link = folder.parent / ".latest"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(folder.name)
+        new_link.replace(self.logs)
         return number
 
     def truncate_metrics(self, step: int) -> None:
@@ -222,6 +224,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _belongs(line: bytes, step: int) -> bool:
+    """Return True for a record of a step up to `step`, False for later ones and for a damaged or unfinished line."""
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

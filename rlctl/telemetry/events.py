@@ -47,6 +47,7 @@ class RunClock:
     def __call__(self) -> float:
         with self._lock:
             uptime = uptime_s()
+            # If the machine's clock was set back, advance by the time that has passed.
             self._time = max(time.time(), self._time + uptime - self._uptime)
             self._uptime = uptime
             return self._time

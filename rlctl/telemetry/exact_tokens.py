@@ -87,6 +87,7 @@ class TokenRow:
                 yield OlderKeys(range(span.start, span.stop), tuple(keys))
             if turn >= 0:
                 begin = keys[-1][0].stop if keys else 0
+                # Without the span's last token: its key is computed with the next token, so by the next span's weights.
                 keys.append((range(begin, span.stop - 1), int(self.versions[span.start])))
 
     def plain(self) -> Record:
@@ -122,6 +123,7 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
             if name != "turns" or name in exact
         }
         columns["sampled"] = columns["sampled"].astype(bool)
+        # Without recorded turns: 0 for sampled tokens, -1 for others.
         columns.setdefault("turns", columns["sampled"].astype(np.int16) - 1)
         has_all_tokens = all(len(column) == num_tokens for column in columns.values())
         if len(exact["rows"]) != len(group["rollouts"]) or not has_all_tokens:
@@ -131,7 +133,7 @@ def unpack(group: Record) -> list[list[TokenRow]] | None:
     cuts = np.cumsum(lengths)[:-1]
     parts = {name: np.split(column, cuts) for name, column in columns.items()}
     rows = iter([TokenRow(**{name: parts[name][place] for name in _COLUMNS}) for place in range(len(lengths))])
-    return [[next(rows) for _ in rollout] for rollout in exact["rows"]]
+    return [[next(rows) for _ in row_lengths] for row_lengths in exact["rows"]]
 
 
 def key_use(group: Record) -> KeyUse | None:

@@ -32,17 +32,18 @@ class JsonlWriter:
         self._lock = threading.Lock()
         # Number of records that could not be written.
         self.num_lost = 0
-        self._torn = _ends_mid_line(path)
+        # True if the file ends with an unfinished line, which the next write ends first.
+        self._has_torn_line = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
         # errors="replace", because a message from outside may have half a surrogate pair, which UTF-8 cannot encode.
         line = json.dumps(record, default=str, ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             try:
-                self._append(b"\n" + line if self._torn else line)
-                self._torn = False
+                self._append(b"\n" + line if self._has_torn_line else line)
+                self._has_torn_line = False
             except OSError as error:
-                self._torn = True
+                self._has_torn_line = True
                 self.num_lost += 1
                 if self.num_lost == 1:
                     print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)

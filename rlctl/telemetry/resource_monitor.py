@@ -38,6 +38,7 @@ class ResourceMonitor:
         self._sources = sources
         self._now = now
         self._utilization = utilization_meter(device)
+        # Time of the next measurement.
         self._next = now()
 
     def read(self) -> dict[str, float]:

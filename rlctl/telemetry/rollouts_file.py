@@ -77,7 +77,8 @@ class RolloutsFile:
             sizes[place.step] += place.length
         steps = sorted(sizes)
         while sum(sizes[step] for step in steps) > self._max_bytes:
-            # The first and the newest step stay longest. With two steps left the first goes, then the last one.
+            # Keep the first step, and every second one of the others, the newest included. With two steps left the
+            # first goes, then the last one.
             steps = [steps[0], *steps[:0:-2][::-1]] if len(steps) > 2 else steps[1:]
         remaining_steps = set(steps)
         try:
@@ -157,6 +158,7 @@ def newest_group(path: Path) -> Record | None:
             size = file.seek(0, 2)
             while True:
                 file.seek(max(0, size - count))
+                # The first line may be cut at its begin; then it does not match. The last one is unfinished, or empty.
                 lines = file.read(count).split(b"\n")[:-1]
                 for line in reversed(lines):
                     if _HEAD.match(line) and (group := _parse_group(line)):

@@ -52,6 +52,7 @@ class DeviceStream:
         cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-int(urgent)) if cuda else None  # type: ignore[no-untyped-call]
+        # Contexts of the `with` blocks that are open, which may be nested.
         self._entered: list[Any] = []
 
     def __enter__(self) -> "DeviceStream":

@@ -59,13 +59,22 @@ def read_gpus() -> tuple[list[Gpu], str | None]:
         names = visible_gpus()
     except subprocess.TimeoutExpired:
         return [], None
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == 5]
     # CUDA_VISIBLE_DEVICES names a device by its index, or by the first characters of its UUID.
     indices = {name for name in names if name.isdigit()}
     uuids = tuple(name for name in names if not name.isdigit())
-    visible = [row for row in rows if row[0] in indices or row[1].startswith(uuids)]
-    return [Gpu(row[2], int(row[3]) << 20) for row in visible if row[3].isdigit()], rows[0][4] if rows else None
+    gpus = []
+    driver_version = None
+    for line in answer.stdout.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        # Other lines are messages of nvidia-smi.
+        if len(cells) != 5:
+            continue
+        index, uuid, name, memory_mib, driver = cells
+        driver_version = driver_version or driver
+        # A device may report no memory.
+        if (index in indices or uuid.startswith(uuids)) and memory_mib.isdigit():
+            gpus.append(Gpu(name, int(memory_mib) << 20))
+    return gpus, driver_version
 
 
 def device_memory() -> int | None:

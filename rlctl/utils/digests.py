@@ -35,6 +35,7 @@ class StreamDigest:
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far."""
+        # The last piece is not full. Without any byte there is one piece, as for an empty file.
         last = [self._piece.digest()] if self._piece_rest < PIECE or not self._digests else []
         return join_pieces([*self._digests, *last])
 
@@ -44,8 +45,8 @@ def count_pieces(size: int) -> int:
     return max(1, -(-size // PIECE))
 
 
-def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | None = None) -> bytes:
-    """Return the SHA-256 of piece `number` of a file. look: called with the bytes of each read. Raises OSError."""
+def piece_digest(path: Path, number: int, on_read: Callable[[memoryview], None] | None = None) -> bytes:
+    """Return the SHA-256 of piece `number` of a file. on_read: called with the bytes of each read. Raises OSError."""
     digest = hashlib.sha256()
     buffer = bytearray(_READ)
     unread_bytes = PIECE
@@ -54,8 +55,8 @@ def piece_digest(path: Path, number: int, look: Callable[[memoryview], None] | N
         os.lseek(file.fileno(), number * PIECE, os.SEEK_SET)
         while unread_bytes and (count := file.readinto(view[: min(unread_bytes, _READ)])):
             digest.update(view[:count])
-            if look:
-                look(view[:count])
+            if on_read:
+                on_read(view[:count])
             unread_bytes -= count
     return digest.digest()
 

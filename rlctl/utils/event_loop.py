@@ -60,19 +60,22 @@ class EventLoop:
 
         If `close` has begun, wait until `close` has ended, then call the function on the caller's thread.
         """
-        called = False
+        has_begun = False
 
-        async def answer() -> Value:
-            nonlocal called
-            called = True
+        async def call_function() -> Value:
+            nonlocal has_begun
+            has_begun = True
             return function()
 
         if not self._closes:
             try:
-                return self.run(answer())
+                return self.run(call_function())
             except RuntimeError:
-                if called or not self._closes:
+                # Raise the function's own error, and an error of `run`. If `close` began before the function, continue
+                # below.
+                if has_begun or not self._closes:
                     raise
+        # These threads would wait for themselves: `close` ends on them.
         if not self._closed.is_set() and threading.current_thread() in (self._thread, self._closer):
             raise RuntimeError(WAITS_FOR_ITSELF)
         if not self._closed.wait(ANSWER_S):
@@ -103,6 +106,7 @@ class EventLoop:
         try:
             return future.result(deadline_s)
         except TimeoutError:
+            # The work itself raised TimeoutError.
             if future.done() and not future.cancelled():
                 raise
             future.cancel()

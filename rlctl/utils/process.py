@@ -60,6 +60,7 @@ def driver_lives(started: Mapping[str, Any]) -> bool:
         return False
     if isinstance(recorded_id, str):
         return bool(recorded_id) and start_id(pid) == recorded_id
+    # An earlier version of rlctl recorded `create_time` instead of `start_id`.
     return _earlier_lives(pid, started.get("create_time"))
 
 

@@ -41,15 +41,19 @@ def load_module(name: str) -> ModuleType:
     import's errors.
     """
     path = Path(name)
-    folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()
-    inside = [path.stem]
-    while path.suffix == ".py" and (folder / "__init__.py").is_file():
-        inside.insert(0, folder.name)
+    is_file = path.suffix == ".py"
+    folder = path.resolve().parent if is_file else Path.cwd()
+    # Names of the packages that contain the file, outermost first, and of the file itself.
+    module_parts = [path.stem]
+    while is_file and (folder / "__init__.py").is_file():
+        module_parts.insert(0, folder.name)
         folder = folder.parent
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    if path.suffix != ".py" or len(inside) > 1:
-        return importlib.import_module(name if path.suffix != ".py" else ".".join(inside))
+    if not is_file:
+        return importlib.import_module(name)
+    if len(module_parts) > 1:
+        return importlib.import_module(".".join(module_parts))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name} cannot be loaded")
@@ -104,7 +108,9 @@ def trace_of(error: BaseException) -> str:
     frames = error.__traceback__
     while frames and not _is_users(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
-    trace = format_trace(error, frames or (error.__traceback__ and error.__traceback__.tb_next))
+    if frames is None and error.__traceback__:
+        frames = error.__traceback__.tb_next
+    trace = format_trace(error, frames)
     return trace if len(trace) <= MAX_TRACE else f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
 
 
@@ -214,6 +220,7 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
         plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
     except Exception:  # `__wrapped__` may be the user's code
         return None
+    # A function has code itself. An object that can be called has the code of its class's `__call__`.
     for candidate in (plain, vars(type(plain)).get("__call__")):
         code = getattr(candidate, "__code__", None)
         if isinstance(code, CodeType):

@@ -176,7 +176,7 @@ def _events(path: Path, state: RunState) -> list[ReportedEvent]:
         if kind in _UNTOLD:
             continue
         time_s = float(record["time"])
-        # Without a step of its own, the event has the last step that was done before it.
+        # An event without a step gets the last step that was done before it.
         num_done = bisect_right(times, time_s)
         step = steps[num_done - 1] if num_done else 0
         if isinstance(record.get("step"), int):

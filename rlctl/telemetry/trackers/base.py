@@ -58,12 +58,12 @@ class _Attempts:
         self._now = now
         self._failures = 0
         # Time at which the pause ends.
-        self._until = 0.0
+        self._pause_end = 0.0
 
     @property
     def is_due(self) -> bool:
         """True unless a pause is going on."""
-        return self._now() >= self._until
+        return self._now() >= self._pause_end
 
     def note_success(self) -> None:
         self._failures = 0
@@ -71,7 +71,7 @@ class _Attempts:
     def note_failure(self) -> None:
         """Begin a pause. The first failure has no pause, so that one bad value costs no other record."""
         if self._failures:
-            self._until = self._now() + min(2.0 ** min(self._failures - 1, 30), _LONGEST_PAUSE_S)
+            self._pause_end = self._now() + min(2.0 ** min(self._failures - 1, 30), _LONGEST_PAUSE_S)
         self._failures += 1
 
 
@@ -86,10 +86,10 @@ class Guarded:
         self._make = make
         self._events = events
         self._tracker: Any = None
-        self._missing = False
+        self._is_package_missing = False
         # Starting, numbers and groups fail independently of each other.
         self._attempts = {call: _Attempts(now) for call in ("start", _NUMBERS, _ROLLOUTS)}
-        self._skipped: Counter[str] = Counter()
+        self._missed: Counter[str] = Counter()
         self._causes: set[str] = set()
         self._try_start()
 
@@ -108,9 +108,10 @@ class Guarded:
                 self._tracker.close()
         except Exception as error:
             self._warn(error, "at its end; its last records may be missing there")
+        # Without this method, the tracker takes no rollouts, and so misses none.
         if not hasattr(self._tracker, "samples"):
-            del self._skipped[_ROLLOUTS]
-        for kind, count in self._skipped.items():
+            del self._missed[_ROLLOUTS]
+        for kind, count in self._missed.items():
             self._events.emit(
                 "warning", what=f"{self._name} missed the {kind} of {count} records; {_FILES[kind]} has them"
             )
@@ -118,14 +119,16 @@ class Guarded:
     def _try_start(self) -> bool:
         """Start the tracker if it is not running and no pause is going on; return True if it is running."""
         attempts = self._attempts["start"]
-        if self._tracker is None and not self._missing and attempts.is_due:
+        if self._tracker is None and not self._is_package_missing and attempts.is_due:
             try:
                 self._tracker = self._make()
             except Exception as error:
                 attempts.note_failure()
-                self._missing = isinstance(error, ImportError)
-                hint = f"; pip install 'rlctl[{self._name}]'" if self._missing and self._name in TRACKERS else ""
-                remedy = f"it is off{hint}" if self._missing else "it is started again with the next records"
+                self._is_package_missing = isinstance(error, ImportError)
+                remedy = "it is started again with the next records"
+                if self._is_package_missing:
+                    hint = f"; pip install 'rlctl[{self._name}]'" if self._name in TRACKERS else ""
+                    remedy = f"it is off{hint}"
                 self._warn(error, f"at its start; {remedy}")
         return self._tracker is not None
 
@@ -136,14 +139,14 @@ class Guarded:
         """
         attempts = self._attempts[kind]
         if not self._try_start() or not attempts.is_due:
-            self._skipped[kind] += 1
+            self._missed[kind] += 1
             return
         try:
             call()
             attempts.note_success()
         except Exception as error:
             attempts.note_failure()
-            self._skipped[kind] += 1
+            self._missed[kind] += 1
             self._warn(error, f"the {kind} of {record} are skipped there, and counted; the next are tried")
 
     def _warn(self, error: Exception, consequence: str) -> None:

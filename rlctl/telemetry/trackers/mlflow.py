@@ -30,6 +30,7 @@ class MLflow:
         self._client = MlflowClient(uri or f"sqlite:///{run / 'mlflow.db'}")
         existing = self._client.get_experiment_by_name(experiment)
         if existing is None:
+            # A server or a database has its own place for artifacts.
             artifacts = None if uri else (run / "mlflow-artifacts").as_uri()
             experiment_id = self._client.create_experiment(experiment, artifact_location=artifacts)
         else:
