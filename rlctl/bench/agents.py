@@ -107,6 +107,7 @@ def server_rows(sizes: Sequence[int], sessions: int, folder: Path, say: Say) -> 
 
 
 def _server_row(spec: ChatSpec, size: int, sessions: int, folder: Path, say: Say) -> ServerRow:
+    """Measure `sessions` concurrent sessions whose first requests have about `size` bytes."""
     say(f"{sessions:,} sessions, bodies of {size / 1024:,.0f} KiB")
     row_folder = folder / f"{size}-{sessions}"
     row_folder.mkdir()
@@ -198,6 +199,7 @@ def _opening(size: int) -> dict[str, Any]:
     """Return the body of a session's first request: about `size` bytes, half of which are tool schemas."""
     rng = random.Random(0)
     tools = list[dict[str, Any]]()
+    # A word has about 4 characters with its blank. 200 bytes of a tool are the JSON around its words.
     while len(json.dumps(tools)) < size // 2:
         words = random_words(rng, (_TOOL - 200) // 4)
         properties = {"path": {"type": "string", "description": words[:200]}, "line": {"type": "integer"}}
@@ -224,9 +226,10 @@ async def _play_sessions(addresses: list[tuple[str, str]], opening: dict[str, An
 async def _play_session(
     index: int, base_url: str, key: str, opening: dict[str, Any], turns: int, waits: list[float]
 ) -> None:
-    """Request `turns` turns. Each request has all earlier messages, as agents send them. Add its seconds to `waits`.
+    """Request `turns` turns, and add the seconds of each request to `waits`.
 
-    Raises RuntimeError for a response with another status than 200.
+    A request has all earlier messages of the session, as agents send them. Raises RuntimeError for a response with
+    another status than 200.
     """
     parts = urlsplit(base_url)
     body = dict(opening)

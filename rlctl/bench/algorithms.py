@@ -190,6 +190,8 @@ class AlgorithmResults(Results):
 
 
 def _curve(row: AlgorithmRow) -> Curve:
+    """Return the curve of an algorithm: mean, least and greatest accuracy over its runs at each validation."""
+
     def summarize(name: str, function: Callable[[Sequence[float]], float]) -> list[float]:
         """Apply `function` to the values of all runs at each validation. name: field of `LearningCurve`."""
         values_by_run = [getattr(run, name) for run in row.runs]
@@ -282,7 +284,6 @@ class AlgorithmBench(Bench):
 
     def _run_once(self, name: str, seed: int, folder: Path, watch: Watch) -> list[Record]:
         run = folder / _file_name(f"{name}-seed-{seed}")
-        # The later values win: the bench's own keys come after the algorithm's.
         recipe, overrides = self._write_recipe(name, folder)
         run_settings = [f"run.dir={folder}", f"run.name={run.name}", f"run.seed={seed}"]
         return train(f"{name}, seed {seed}", train_command("grpo", recipe, [*overrides, *run_settings]), run, watch)
@@ -294,13 +295,14 @@ class AlgorithmBench(Bench):
 
     def _write_recipe(self, name: str, folder: Path) -> tuple[str, list[str]]:
         """Write a recipe that merges the algorithm's file over the bench's recipe; return (recipe, overrides)."""
-        file, algorithm_overrides = _find_algorithm(name)
+        algorithm_file, algorithm_overrides = _find_algorithm(name)
         files = [find_recipe(self.recipe)]
-        if file:
-            files.append(file)
+        if algorithm_file:
+            files.append(algorithm_file)
         recipe = folder / f"{_file_name(name)}.yaml"
         recipe.write_text(yaml.safe_dump({"defaults": [str(file) for file in files]}))
         steps = [] if self.steps is None else [f"grpo.num_steps={self.steps}"]
+        # If several overrides have the same key, the last one wins.
         return str(recipe), steps + self.extra + algorithm_overrides + list(_BARE)
 
 

@@ -52,6 +52,7 @@ class DispatchBench(Bench):
         return DispatchResults(list(chain.from_iterable(rows)))
 
     def _dispatch_rows(self, workers: int, folder: Path, say: Say) -> "list[DispatchRow]":
+        """Measure one group of workers with each payload."""
         say(count(workers, "worker"))
         specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
         group = WorkerGroup(specs, 60)

@@ -359,10 +359,10 @@ def _generation_row(
 
     at_once = total("tokens") / total("steps")
     # Mean length of a sequence when a token is sampled. The engine reads the keys and values of this many tokens.
-    place = median(played_round.place for played_round in rounds)
+    mean_context = median(played_round.place for played_round in rounds)
     rate = median(played_round.tokens / played_round.seconds for played_round in rounds)
-    weights = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
-    per_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
+    weight_bytes = refit_bytes(sizes, settled.generation_dtype) / generation.tensor_parallel_size
+    cache_bytes_a_token = token_bytes(sizes, settled.generation_dtype, generation.tensor_parallel_size)
     return GenerationRow(
         turns=turns,
         rollouts=bench.prompts * bench.generations,
@@ -373,7 +373,7 @@ def _generation_row(
         prefix=total("cached_tokens") / max(1.0, total("prompt_tokens")),
         at_once=at_once,
         step=total("busy") / total("steps"),
-        floor=(weights + at_once * place * per_token) / speed,
+        floor=(weight_bytes + at_once * mean_context * cache_bytes_a_token) / speed,
         idle=1 - total("busy") / (engines * sum(seconds)),
         driver=sum(played_round.cpu for played_round in rounds) / sum(seconds),
     )

@@ -207,13 +207,15 @@ class GrpoResults(Results):
 
 
 def _mode_row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
+    """Return the results of a mode from the records of its counted steps."""
     wall = sum(float(step[STEP_SECONDS.name]) for step in steps)
 
     def mean(name: str) -> float:
+        """Return the mean over the steps that have the metric; 0 if none has it."""
         return fmean([float(step[name]) for step in steps if name in step] or [0.0])
 
-    # A rate or a share of a step counts by the step's time.
     def weighted_mean(name: str) -> float:
+        """Return the mean over the steps that have the metric, weighted by the steps' times: for rates and shares."""
         measured_steps = [step for step in steps if name in step]
         total = sum(float(step[name]) * float(step[STEP_SECONDS.name]) for step in measured_steps)
         return total / (sum(float(step[STEP_SECONDS.name]) for step in measured_steps) or 1.0)

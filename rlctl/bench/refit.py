@@ -156,6 +156,7 @@ class RefitBench(Bench):
                 engine.kill()
 
     def _start_trainers(self, model: Path, adapters: AdapterSpec | None, logs: Path) -> WorkerGroup:
+        """Start the trainer ranks, without waiting until they are built."""
         places = self.placement.trainers
         specs = []
         for rank in range(len(places)):
@@ -174,6 +175,7 @@ class RefitBench(Bench):
         return WorkerGroup(specs, _DEADLINE_S)
 
     def _start_engine(self, model: Path, adapters: AdapterSpec | None, index: int, logs: Path) -> Worker:
+        """Start one engine, without waiting until it is built."""
         spec = EngineSpec(
             kind="vllm",
             options={"fast_path": True, "enforce_eager": self.enforce_eager or self.cpu},
@@ -245,6 +247,7 @@ class _Stage:
         return make_row("memcpy" if self.bench.cpu else "device copy", copied, copied)
 
     def _measure_plain_link(self) -> SchemeRow:
+        """Measure the plain link from trainer rank 0 to all engine workers."""
         bench = self.bench
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
         # Rank 0 of the link sends. The workers of an engine have successive ranks.
@@ -258,6 +261,7 @@ class _Stage:
         return make_row("raw link", sending.wait(_DEADLINE_S), received)
 
     def _measure_refits(self, kind: Kind, mode: Mode, num_buffers: int, checks: Checks) -> SchemeRow:
+        """Open a refit with these settings, measure its rounds, and compare the delivered weights."""
         bench = self.bench
         self._clear()
         self._fill()
@@ -318,7 +322,9 @@ class _Stage:
         return {"stall": median(stalls), "step": median(gaps), "driver": median(refit_seconds)}
 
     def _options(self, kind: Kind, mode: Mode, num_buffers: int) -> RefitOptions:
+        """Return the options of a refit, with the defaults of a run where no argument replaces them."""
         bench = self.bench
+        is_one_pair = len(self.trainers) == self.workers == 1
         return RefitOptions(
             kind=kind,
             dtype=bench.dtype,
@@ -328,9 +334,7 @@ class _Stage:
             timeout_s=bench.defaults.timeout_s,
             folder=str(self._folder / "refit"),
             checks=bench.checks[0],
-            colocated=bench.placement.shared
-            and not (bench.cpu or bench.lora_rank)
-            and len(self.trainers) == self.workers == 1,
+            colocated=bench.placement.shared and is_one_pair and not (bench.cpu or bench.lora_rank),
             in_flight=True,
             adapters=bench.lora_rank > 0,
         )

@@ -137,31 +137,33 @@ def make_row(
     seconds = []
     commits = []
     for number in rounds:
-        begin = min(part.begins[number] for part in sent + received)
-        commit = max(part.commits[number] for part in received)
-        seconds.append(max(part.ends[number] for part in received) - begin - commit)
+        begin = min(process.begins[number] for process in sent + received)
+        # The commit follows the delivery. `SchemeRow.seconds` ends with the delivery.
+        commit = max(process.commits[number] for process in received)
+        seconds.append(max(process.ends[number] for process in received) - begin - commit)
         commits.append(commit)
     phases = {}
     for name in PHASES:
-        side_seconds = []
+        seconds_by_side = []
         for side in (sent, received):
-            slowest = [max(part.phases[number].get(name, 0.0) for part in side) for number in rounds]
-            side_seconds.append(median(slowest))
+            slowest = [max(process.phases[number].get(name, 0.0) for process in side) for number in rounds]
+            side_seconds = median(slowest)
+            # A side that has no such phase has 0 seconds.
+            if side_seconds:
+                seconds_by_side.append(side_seconds)
         # For the phase wire take the shorter side's time, because the longer side's includes waiting for the shorter.
-        # A side that has no such phase has 0 seconds.
-        measured_seconds = [seconds_of_side for seconds_of_side in side_seconds if seconds_of_side]
-        if measured_seconds:
-            phases[name] = min(measured_seconds) if name == "wire" else max(measured_seconds)
+        if seconds_by_side:
+            phases[name] = min(seconds_by_side) if name == "wire" else max(seconds_by_side)
     return SchemeRow(
         label=label,
         mode=mode,
         seconds=median(seconds),
         commit=median(commits),
         phases=phases,
-        trainer_extra=max(part.extra_bytes for part in sent),
-        engine_extra=max(part.extra_bytes for part in received),
-        trainer_growth=max(part.growth_bytes for part in sent),
-        engine_growth=max(part.growth_bytes for part in received),
+        trainer_extra=max(process.extra_bytes for process in sent),
+        engine_extra=max(process.extra_bytes for process in received),
+        trainer_growth=max(process.growth_bytes for process in sent),
+        engine_growth=max(process.growth_bytes for process in received),
         checked=differences is not None,
         wrong=differences or [],
     )

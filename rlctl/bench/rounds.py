@@ -86,6 +86,7 @@ class BenchEnd:
             if link is not None:
                 stream = DeviceStream(self.device)
                 with stream:
+                    # The last part may be shorter than the buffer.
                     for begin in range(0, payload, _PLAIN_BYTES):
                         link.broadcast(0, [buffer[: payload - begin]], "the plain link")
                 stream.wait()

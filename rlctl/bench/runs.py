@@ -83,7 +83,7 @@ def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = No
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
             while True:
-                # Nobody watches: wait until the end, and read all records at once.
+                # Without `watch` wait until the end, and read all records at once.
                 code = _wait(process, _WATCH_S if watch else None)
                 new_records = metrics.read()
                 records += new_records
@@ -112,6 +112,7 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
+    """Return the command line of a run with the bench's data and model. settings: overrides, which win."""
     folder = run.parent
     overrides = [
         f"run.dir={folder}",
@@ -133,6 +134,7 @@ def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | No
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a run by Ctrl-C, and kill it if it does not end."""
     # At the first signal the run ends after its step, at the second one at once.
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
@@ -158,6 +160,7 @@ def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
             lines = str(error).strip().splitlines()
             raise RuntimeError(f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}") from error
         except BaseException:
+            # At Ctrl-C: leaving the block would wait until `work` ends.
             for child in active_children():
                 child.kill()
             raise

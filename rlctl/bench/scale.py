@@ -112,8 +112,8 @@ class ScaleBench(Bench):
     def measure(self, folder: Path, say: Say) -> "ScaleResults":
         with local_ray(folder):
             # A call costs Ray's client the same for any number of processes, so two workers are enough.
-            names = ("idle-0", "idle-1")
-            group = WorkerGroup([WorkerSpec(name, Idle, log=f"{folder}/{name}.log") for name in names], 60)
+            specs = [WorkerSpec(name, Idle, log=f"{folder}/{name}.log") for name in ("idle-0", "idle-1")]
+            group = WorkerGroup(specs, deadline_s=60)
             try:
                 group.built().wait(_SCALE_DEADLINE_S)
                 a_call = _call_seconds(group.workers)
@@ -171,6 +171,7 @@ class _Model:
 
 
 def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
+    """Measure the driver's work for a model on a number of GPUs. a_call: CPU seconds of one call."""
     settled, run = _plan_run(model, gpus)
     assert run.placement
     ranks = settled.trainer.num_ranks
@@ -182,27 +183,27 @@ def _scale_row(name: str, model: _Model, gpus: int, a_call: float) -> ScaleRow:
     # Only the ranks of the first copy send weights. Ranks of other copies own nothing to send.
     boxes += [[]] * (ranks - len(boxes))
     pickled_holdings = [pickle.dumps(Holding(digest, digest, rank_boxes, H100_BYTES)) for rank_boxes in boxes]
-    with _Timer() as starting:
+    with _Timer() as planning:
         plan, _, _ = plan_refit(layout, [pickle.loads(pickled) for pickled in pickled_holdings], options)
         # The digest is part of every refit, so the time includes computing it.
         assert plan.digest
     actors = ranks + generation.num_engines
-    groups = plan.owner_groups
     batch_bytes, batch_seconds = _measure_batch(settled)
-    members = max(map(len, groups)) + generation.num_engines * generation.tensor_parallel_size
+    num_groups = len(plan.owner_groups)
+    members = max(map(len, plan.owner_groups)) + generation.num_engines * generation.tensor_parallel_size
     return ScaleRow(
         model=name,
         gpus=gpus,
         too_large=run.too_large is not None,
         ranks=ranks,
         engines=generation.num_engines,
-        communicators=len(groups) if options.kind == "broadcast" else 0,
+        communicators=num_groups if options.kind == "broadcast" else 0,
         members=members,
-        communicator_bytes=len(groups) * communicator_bytes(len(run.placement.used_nodes)),
+        communicator_bytes=num_groups * communicator_bytes(len(run.placement.used_nodes)),
         plan_bytes=len(pickle.dumps(plan)),
         # Calls at the start: each rank returns its parts, then all join. After a rebuild: all join, then all learn the
         # version.
-        start=starting.seconds + (ranks + actors) * a_call,
+        start=planning.seconds + (ranks + actors) * a_call,
         rebuild=2 * actors * a_call,
         batch_bytes=batch_bytes,
         batch=batch_seconds + ranks * a_call,

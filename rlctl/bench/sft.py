@@ -117,6 +117,7 @@ class SftRow:
 
 
 def _sft_row(mode: str, steps: list[dict[str, Any]]) -> SftRow:
+    """Return the results of a mode from the records of its steps."""
     times = [float(step["time/train"]) for step in steps]
     shares = [float(step["throughput/mfu"]) for step in steps[1:] if "throughput/mfu" in step]
     return SftRow(

@@ -66,7 +66,8 @@ class BenchTrainer(SendsWeights):
                 torch.cuda.synchronize(self._device)
             return {}, 0.0
 
-        return self._end.measure(rounds, work, Meeting(free_port(), 1, server=True))
+        # A meeting of this process alone: no other takes part in the copies.
+        return self._end.measure(rounds, work, Meeting(free_port(), parties=1, server=True))
 
     def clear(self) -> None:
         """Close the transport and the plain link that the last row used."""

@@ -140,6 +140,7 @@ class Host:
         return process
 
     def _start_program(self, **streams: Any) -> "subprocess.Popen[str]":
+        """Start the Python that reads a program from its standard input. streams: arguments of Popen."""
         return subprocess.Popen(
             self.command(),
             stdin=subprocess.PIPE,
@@ -153,7 +154,7 @@ class Host:
 
     def _explain_failure(self, errors: str, code: int) -> str:
         """Return in one line why a program gave no reply. errors: error output of the link and the program."""
-        # The remedies are for a failed link. A link that has an exit code of its own has not failed without this code.
+        # The remedies are for a failed link. ssh has failed only if its own exit code came back; other links have none.
         may_be_link = self.link and self.link_exit_code in (None, code)
         remedy = remedy_of(errors, self.remedies) if may_be_link else None
         if remedy:

@@ -59,6 +59,7 @@ def add_resources(statuses: list[NodeStatus], ray_nodes: list[dict[str, Any]], k
 
 
 def _status_warnings(state: ClusterState, statuses: list[NodeStatus], ray_error: HostError | None) -> list[str]:
+    """Return a line for each problem of the nodes. If nodes are lost, an error of Ray is left out as their effect."""
     lines = [f"{status.node.name}: {status.unreachable}" for status in statuses if status.unreachable]
     gone_names = [status.node.name for status in statuses if status.condition == "gone"]
     if state.head.name in gone_names:

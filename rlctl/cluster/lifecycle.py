@@ -53,6 +53,7 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
     forget: ignore such nodes.
     """
     store = ClusterStore(name)
+    # Checked before the lock too, because the lock creates the folder of the name.
     if not store.folder.is_dir() or store.load() is None:
         raise NoSuchCluster(not_up(name))
     with store.hold_lock():

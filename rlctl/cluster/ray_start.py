@@ -102,9 +102,12 @@ def start_request(
 
 
 def _resources(config: HostCluster, place: Place, is_first_of_host: bool) -> list[str]:
+    """Return the arguments with a node's CPUs, GPUs and object store. Without an argument Ray counts them itself."""
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
-    # Several nodes on one machine are a simulation: the first node gets all of its GPUs.
-    gpus = config.num_gpus if config.num_gpus is not None or is_first_of_host else 0
+    gpus = config.num_gpus
+    # Several nodes on one machine are a simulation: only the first of them may count the machine's GPUs.
+    if gpus is None and not is_first_of_host:
+        gpus = 0
     if gpus is not None:
         arguments.append(f"--num-gpus={gpus}")
     if config.object_store_mib is not None:

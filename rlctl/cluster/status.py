@@ -80,6 +80,7 @@ def all_clusters() -> list[dict[str, Any]]:
 
 
 def _cluster_entry(name: str) -> dict[str, Any]:
+    """Return the entry of one cluster in `rlctl cluster list`."""
     entry = {"name": name, "kind": "", "condition": "down", "nodes": 0, "address": ""}
     try:
         state = ClusterStore(name).load()
@@ -102,7 +103,8 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
     if state is not None:
         places = launcher_of(state).logs(state)
     elif store.logs.is_dir():
-        places = [LogPlace(path.name, "", Host(""), str(path)) for path in sorted(store.logs.iterdir())]
+        folders = sorted(store.logs.iterdir())
+        places = [LogPlace(node=path.name, folder="", host=Host(""), keep=str(path)) for path in folders]
     else:
         raise NoSuchCluster(not_up(name))
     if node is not None:

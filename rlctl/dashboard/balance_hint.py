@@ -17,9 +17,9 @@ def hint(state: RunState) -> str:
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""
-    share = dict(split(state.steps.recent(RECENT))).get("idle_oldest", 0.0)
-    if share > WAITING:
-        return f"trainer waits {share:.0%} for stragglers: raise async.max_trajectory_age_steps"
+    straggler_share = dict(split(state.steps.recent(RECENT))).get("idle_oldest", 0.0)
+    if straggler_share > WAITING:
+        return f"trainer waits {straggler_share:.0%} for stragglers: raise async.max_trajectory_age_steps"
     devices = state.start.get("devices") or {}
     now = (int(devices.get("trainer", 1)), int(devices.get("generator", 1)))
     best, saved = better_division(now, trainer_busy=1 - idle["trainer"], generator_busy=1 - idle["generator"])

@@ -57,20 +57,25 @@ def _wide(state: RunState, width: int, room: int) -> list[Row]:
 
     An asynchronous run has its timeline and the ages of its groups in the middle. room: number of rows.
     """
-    lower = SPEED_HEIGHT + _has_device_row(state)
+    lower_height = _speed_height(state)
     oldest = age_bound(state)
-    middle = 0
+    middle_height = 0
     if oldest is not None:
-        middle = min(max(TIMELINE_HEIGHT, oldest + 4), max(LEAST_TIMELINE, room - lower - 15))
+        # A row for each age, if at least 15 rows are left to the upper panels and the events.
+        middle_height = min(max(TIMELINE_HEIGHT, oldest + 4), max(LEAST_TIMELINE, room - lower_height - 15))
     content_height = max(len(metrics_of(state)), len(phase_times(state)), 12) + 2
-    upper = max(3, min(content_height, room - lower - middle - LEAST_LOG - 3))
+    upper_height = max(3, min(content_height, room - lower_height - middle_height - LEAST_LOG - 3))
     # The outer columns have equal widths.
     outer = width // 3
     inner = width - 2 * outer
-    rows = place_side_by_side(learning(state, outer, upper), curve(state, inner, upper), timing(state, outer, upper))
-    if middle:
-        rows += place_side_by_side(timeline(state, outer + inner, middle), ages(state, outer, middle))
-    rows += place_side_by_side(throughput(state, outer, lower), idle(state, inner, lower), memory(state, outer, lower))
+    rows = place_side_by_side(
+        learning(state, outer, upper_height), curve(state, inner, upper_height), timing(state, outer, upper_height)
+    )
+    if middle_height:
+        rows += place_side_by_side(timeline(state, outer + inner, middle_height), ages(state, outer, middle_height))
+    rows += place_side_by_side(
+        throughput(state, outer, lower_height), idle(state, inner, lower_height), memory(state, outer, lower_height)
+    )
     return rows
 
 
@@ -80,23 +85,28 @@ def _narrow(state: RunState, width: int, room: int) -> list[Row]:
     An asynchronous run has its timeline in the middle. This shows the idle shares, so ages of groups take their panel.
     room: number of rows.
     """
-    lower = SPEED_HEIGHT + (_has_device_row(state) if room > 24 else 0)
+    lower_height = _speed_height(state) if room > 24 else SPEED_HEIGHT
     content_height = len(metrics_of(state)) + 2
     is_asynchronous = age_bound(state) is not None
-    middle = 0
+    middle_height = 0
+    log_height = LEAST_LOG + 1
     if is_asynchronous:
-        middle = TIMELINE_HEIGHT if room > 28 else LEAST_TIMELINE
-    upper = max(3, min(content_height, room - lower - middle - LEAST_LOG - (not is_asynchronous)))
+        middle_height = TIMELINE_HEIGHT if room > 28 else LEAST_TIMELINE
+        log_height = LEAST_LOG
+    upper_height = max(3, min(content_height, room - lower_height - middle_height - log_height))
     left_width = width // 2
     right_width = width - left_width
-    rows = place_side_by_side(learning(state, left_width, upper), timing(state, right_width, upper))
+    rows = place_side_by_side(learning(state, left_width, upper_height), timing(state, right_width, upper_height))
     if is_asynchronous:
-        rows += timeline(state, width, middle)
+        rows += timeline(state, width, middle_height)
     lower_right = ages if is_asynchronous else idle_and_memory
-    rows += place_side_by_side(throughput(state, left_width, lower), lower_right(state, right_width, lower))
+    rows += place_side_by_side(
+        throughput(state, left_width, lower_height), lower_right(state, right_width, lower_height)
+    )
     return rows
 
 
-def _has_device_row(state: RunState) -> bool:
-    """Return True if the run has recorded an MFU or a device utilization, which takes one more row."""
-    return state.latest(MFU.name) is not None or state.latest(UTILIZATION.name) is not None
+def _speed_height(state: RunState) -> int:
+    """Return the height of the lower panels. A recorded MFU or device utilization takes one more row."""
+    has_device_row = state.latest(MFU.name) is not None or state.latest(UTILIZATION.name) is not None
+    return SPEED_HEIGHT + 1 if has_device_row else SPEED_HEIGHT

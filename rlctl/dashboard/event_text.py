@@ -55,6 +55,7 @@ def _reason(event: Record) -> str:
 
 
 def _validation(record: Record) -> str:
+    """Return the text of a validation's record: its main metrics."""
     names = ["accuracy", "pass_at_k", "reward", "loss"]
     if record.get(UNSCORED_ANSWERS.name):
         names.append("failed_rewards")

@@ -99,6 +99,7 @@ class LineFormat:
             yield f"{tag:<11} {text.removeprefix(f'{tag}: ').removeprefix(f'{tag} ')}"
 
     def _step_lines(self, record: Record) -> Iterator[str]:
+        """Yield a step's line, and before it the header if it is due."""
         if GREATEST_AGE.name in record:
             self._columns = COLUMNS["async"]
         if self._printed % HEADER_EVERY == 0:

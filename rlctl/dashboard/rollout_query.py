@@ -135,6 +135,7 @@ def _order_key(mean: float | None, sign: int) -> tuple[bool, float]:
 
 
 def _no_group_message(query: RolloutQuery, places: list[GroupPlace]) -> str:
+    """Return the message for a query whose task or steps no group has. places: groups of the purpose."""
     steps = sorted({place.step for place in places})
     if query.task is not None:
         return f"no group of task {query.task} was recorded; rlctl runs rollouts --json lists them with their tasks"

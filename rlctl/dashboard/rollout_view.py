@@ -217,6 +217,7 @@ def _worth(rollout: Record) -> list[str]:
 
 
 def _facts(rollout: Record) -> list[str]:
+    """Return the texts that `facts` joins."""
     rewards: dict[str, Any] = rollout.get("rewards") or {}
     versions: dict[str, int] = rollout.get("versions") or {}
     finish = {"stop": "ended", "length": "cut at the limit"}.get(str(rollout.get("finish")), rollout.get("finish"))

@@ -75,9 +75,10 @@ class History:
         step = int(record["step"])
         if self._newest.get(step) == record:
             return
-        in_order = not self.steps or step > self.steps[-1]
+        is_newest = not self.steps or step > self.steps[-1]
         numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-        if not in_order:
+        if not is_newest:
+            # Remove the points of an earlier record of the step: the new one may lack some of its metrics.
             for steps, values in self._series.values():
                 _remove_after(steps, values, step - 1, last=step)
         for name, value in numbers.items():
@@ -86,11 +87,11 @@ class History:
             steps.insert(place, step)
             values.insert(place, value)
             if self._limit and len(steps) > self._limit:
-                older = slice(1, len(steps) // 2, 2)
-                del steps[older]
-                del values[older]
+                every_second = slice(1, len(steps) // 2, 2)
+                del steps[every_second]
+                del values[every_second]
         self._newest[step] = record
-        if not in_order:
+        if not is_newest:
             self._newest = dict(sorted(self._newest.items()))
         if len(self._newest) > _WHOLE:
             del self._newest[next(iter(self._newest))]
@@ -257,6 +258,7 @@ class RunState:
         """Add one event to the state."""
         kind = event.get("kind")
         if kind == "run_started":
+            # The attempt repeats the steps after `done`, so their records and events are dropped.
             done = int(event.get("start_step", 0))
             self.start = event
             self.end = {}
@@ -275,6 +277,7 @@ class RunState:
             if seconds is None:
                 self.startup[part] = (time_s, None)
             else:
+                # The event of the begin may be missing.
                 since, _ = self.startup.get(part, (time_s - seconds, None))
                 self.startup[part] = (since, float(seconds))
         elif kind == "probe" and "bound" in event:
@@ -436,7 +439,7 @@ def _from_config(config: Path) -> tuple[str, float, bool]:
         loaded: Any = yaml.safe_load(config.read_text())
         bound = (loaded.get("health") or {}).get("max_token_mult_prob_error", "inf")
         sampling = loaded.get("generation") or {}
-        cuts = float(sampling.get("top_p", 1)) < 1 or int(sampling.get("top_k", 0)) > 0
-        return str(loaded["checkpoint"]["metric"]), float(bound), cuts
+        cuts_distribution = float(sampling.get("top_p", 1)) < 1 or int(sampling.get("top_k", 0)) > 0
+        return str(loaded["checkpoint"]["metric"]), float(bound), cuts_distribution
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return "", float("inf"), False

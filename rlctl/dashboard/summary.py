@@ -133,19 +133,20 @@ def _failed_validation(state: RunState) -> str:
 
 def _failed_rewards(state: RunState) -> str:
     """Return a text on the rollouts with failed rewards in training and validation; empty if there were none."""
-    failed = [count for count in state.values(metric_rows.FAILED_REWARDS.name) if count]
-    held_out = sum(state.values(UNSCORED_ANSWERS.name))
+    failed_by_step = [count for count in state.values(metric_rows.FAILED_REWARDS.name) if count]
+    failed_answers = sum(state.values(UNSCORED_ANSWERS.name))
     parts = []
-    if failed:
+    if failed_by_step:
         greatest_share = max(state.values(metric_rows.FAILED_SHARE.name), default=0.0)
-        steps = f"{len(failed)} of {len(state.steps)} steps"
-        parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(greatest_share)} of a step's")
-    if held_out:
-        parts.append(f"{held_out:,.0f} validation answers")
+        steps = f"{len(failed_by_step)} of {len(state.steps)} steps"
+        parts.append(f"{sum(failed_by_step):,.0f} rollouts in {steps}, at most {percent(greatest_share)} of a step's")
+    if failed_answers:
+        parts.append(f"{failed_answers:,.0f} validation answers")
     return " · ".join(parts)
 
 
 def _speed(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield (label, value) of throughput, MFU, step time, idle shares and ages."""
     if rates := _means(state, number, "throughput", ("effective", "training", "generation")):
         yield "throughput", f"{rates} tokens/s/device"
     if (mfu := state.mean(MFU.name)) is not None:

@@ -85,6 +85,7 @@ class RunView(ABC):
             time.sleep(POLL_S)
 
     def _follow(self) -> None:
+        """Show the run's records until `_stop` is set, as the body of the view's thread."""
         try:
             with self.screen():
                 while not self._stop.wait(POLL_S):

@@ -35,5 +35,8 @@ def _settings(raw: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, A
             # Newer folders have `rope_parameters`, older ones `rope_scaling` and `rope_theta`. Use the same names.
             prefixes = {"text_config": within, "rope_parameters": "rope ", "rope_scaling": "rope "}
             yield from _settings(value, prefixes.get(key, f"{within}{key}."))
+        elif (within, key) == ("rope ", "rope_theta"):
+            # The name in older folders, where it is no nested setting.
+            yield key, value
         else:
-            yield key if (within, key) == ("rope ", "rope_theta") else within + key, value
+            yield within + key, value

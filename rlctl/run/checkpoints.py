@@ -302,7 +302,7 @@ class CheckpointSave:
 
     @contextmanager
     def _whole_or_nothing(self) -> Iterator[None]:
-        """Remove the unfinished folder if the block raises, and raise CheckpointError for an error of the disk."""
+        """Remove the unfinished folder if the block raises. Raise CheckpointError, or the error of a lost worker."""
         try:
             yield
         except BaseException as error:

@@ -93,6 +93,7 @@ def is_as_written(folder: Path, name: str) -> bool:
 
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Return name -> bytes and digest of each file. Raises OSError, and ValueError for a damaged manifest."""
     content = json.loads(path.read_text())
     try:
         return {

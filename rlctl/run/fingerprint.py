@@ -81,7 +81,8 @@ def made_with(settled: Settled, model: Path | None) -> dict[str, Any]:
     return {
         "model": settings_of(model) if model else None,
         "model_path": config.model.path,
-        # Earlier checkpoints have `weights` instead, a digest of the first and last bytes of the files.
+        # Digest of weights that no checkpoint has. Earlier checkpoints have `weights` instead, a digest of the first
+        # and last bytes of the files.
         "frozen": _weights_digest(settled, model),
         "roles": _roles(settled),
         "lora": _lora(config),
@@ -112,6 +113,7 @@ def contradictions(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -
 
 
 def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
+    """Yield the contradictions of model, adapters and tokenizer."""
     checkpoint = f"the checkpoint of step {step}"
     old_path = then["model_path"]
     new_path = now["model_path"]
@@ -146,6 +148,7 @@ def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Itera
 
 
 def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
+    """Yield the contradictions of data: other files, or keys that change the rows."""
     old_path = then["data_path"]
     new_path = now["data_path"]
     # Compare files by digest, because they may have been moved. Compare a hub data set by its name.

@@ -63,6 +63,7 @@ class Interrupts:
             self._ends_block = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle one signal, on the main thread."""
         if self.is_requested:
             if number == signal.SIGHUP:
                 return

@@ -56,6 +56,7 @@ class Loop(ABC):
             raise
 
     def _run_steps(self, start: int) -> None:
+        """Run, validate, check and save as described in `run`."""
         self.done = start
         if start == 0 and not self._stop() and self._recorder.validation_due(0, last=False):
             self.validate()

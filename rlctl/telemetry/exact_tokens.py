@@ -86,6 +86,7 @@ class TokenRow:
             if keys:
                 yield OlderKeys(range(span.start, span.stop), tuple(keys))
             if turn >= 0:
+                # First token whose key no span has computed. The first span computes the keys of the prompt too.
                 begin = keys[-1][0].stop if keys else 0
                 # Without the span's last token: its key is computed with the next token, so by the next span's weights.
                 keys.append((range(begin, span.stop - 1), int(self.versions[span.start])))
@@ -167,6 +168,7 @@ def with_lists(group: Record) -> Record:
 
 
 def _plain_row(row: TokenRow, use: KeyUse | None) -> Record:
+    """Return a row's columns as lists, with `older_keys` if its turns kept earlier keys."""
     if use not in ("kept", "reused"):
         return row.plain()
     older_keys = []

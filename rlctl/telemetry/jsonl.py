@@ -49,6 +49,7 @@ class JsonlWriter:
                     print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
     def _append(self, data: bytes) -> None:
+        """Append bytes to the file. Raises OSError."""
         # Open the file for each write: a resume replaces it (truncate_metrics), and the old file must not get records.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -145,6 +146,7 @@ def _count_lines(data: bytes) -> int:
 
 
 def _parse(data: bytes) -> Iterator[Record]:
+    """Yield each line that is a JSON object."""
     for line in data.splitlines():
         try:
             record = json.loads(line)

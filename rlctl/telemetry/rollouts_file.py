@@ -77,9 +77,12 @@ class RolloutsFile:
             sizes[place.step] += place.length
         steps = sorted(sizes)
         while sum(sizes[step] for step in steps) > self._max_bytes:
-            # Keep the first step, and every second one of the others, the newest included. With two steps left the
-            # first goes, then the last one.
-            steps = [steps[0], *steps[:0:-2][::-1]] if len(steps) > 2 else steps[1:]
+            if len(steps) > 2:
+                # Keep the first step, and every second one of the others, counted from the newest.
+                newest_first = steps[:0:-2]
+                steps = [steps[0], *reversed(newest_first)]
+            else:
+                steps = steps[1:]
         remaining_steps = set(steps)
         try:
             _rewrite(self._path, {place.offset for place in places if place.step not in remaining_steps})

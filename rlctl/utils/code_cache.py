@@ -56,14 +56,16 @@ def intruder(folder: Path) -> str | None:
     own_folders = {folder, cache_root()}
     for path in (folder, *folder.parents):
         status = path.lstat()
-        if status.st_uid not in ((user_id,) if path in own_folders else (0, user_id)):
+        is_own = path in own_folders
+        allowed_owners = {user_id} if is_own else {user_id, 0}
+        if status.st_uid not in allowed_owners:
             return f"{path} belongs to another user"
         if stat.S_ISLNK(status.st_mode):
             # The target of the link is checked below.
             continue
-        writable_by_group = status.st_mode & stat.S_IWGRP and (path in own_folders or status.st_gid != os.getegid())
+        writable_by_group = status.st_mode & stat.S_IWGRP and (is_own or status.st_gid != os.getegid())
         open_to_others = writable_by_group or status.st_mode & stat.S_IWOTH
-        if open_to_others and (path in own_folders or not status.st_mode & stat.S_ISVTX):
+        if open_to_others and (is_own or not status.st_mode & stat.S_ISVTX):
             return f"{path} can be written to by others: remove it, or take that right away"
     real = folder.resolve()
     return intruder(real) if real != folder else None

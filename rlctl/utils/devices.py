@@ -112,6 +112,7 @@ def utilization_meter(device: str) -> Callable[[], float]:
 
 
 def _gpu_meter() -> Callable[[], float]:
+    """Return the function of `utilization_meter` for GPUs."""
     try:
         import pynvml
 

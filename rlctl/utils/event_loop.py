@@ -31,6 +31,7 @@ class EventLoop:
         self._thread.start()
 
     def _adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Set the initial state around a new loop."""
         self.loop = loop
         # Tasks of `spawn` that have not ended.
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -160,6 +161,7 @@ class EventLoop:
             self._closer = threading.current_thread()
             self._closes = True
         try:
+            # The loop's thread ends, and the loop runs on this thread until the last task has ended.
             self.call(self.loop.stop)
             self._thread.join()
             endless_tasks = self.loop.run_until_complete(self._end_tasks())

@@ -68,6 +68,7 @@ def free_port(address: str = LOOPBACK) -> int:
     The caller may begin to listen seconds later. The port is from a range that Linux and Ray do not assign to others.
     """
     # SystemRandom, because a run's seed does not set it: concurrent runs with one seed must not try the same ports.
+    # 0 comes last: Linux then chooses a port.
     for port in (*random.SystemRandom().sample(_LEFT_ALONE, _TRIES), 0):
         with socket.socket(_family(address)) as probe, suppress(OSError):
             probe.bind((address, port))

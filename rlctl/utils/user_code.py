@@ -181,10 +181,11 @@ def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -
     function_frames = [frame for frame in frames if code and frame.filename == code.co_filename]
     if not function_frames and (place := users_place(error)):
         return place
-    last = (function_frames or [frame for frame in frames if frame.filename != caller])[-1:]
-    if last:
-        return place_of(last[0].filename, last[0].lineno or 0)
-    return defined_at(function)
+    candidates = function_frames or [frame for frame in frames if frame.filename != caller]
+    if not candidates:
+        return defined_at(function)
+    innermost = candidates[-1]
+    return place_of(innermost.filename, innermost.lineno or 0)
 
 
 def raised_inside(error: BaseException, *callers: str) -> bool:
@@ -216,6 +217,7 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code object of a function, or of an object that can be called; None if there is none."""
     try:
         plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
     except Exception:  # `__wrapped__` may be the user's code

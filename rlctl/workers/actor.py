@@ -131,6 +131,7 @@ def _many_threads(name: str, threads: int) -> Run:
 
 
 def _redirect_output(log: Path) -> None:
+    """Append all output of this process to its log file, also that of native code and of child processes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

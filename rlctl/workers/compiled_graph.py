@@ -218,6 +218,7 @@ def read_patiently() -> bool:
 
 
 def _compile_graph(actors: Sequence[Any], buffer_bytes: int) -> Any:
+    """Return Ray's graph in which one message goes to every actor, and each actor's answer comes back."""
     from ray.dag import InputNode, MultiOutputNode
 
     read_patiently()

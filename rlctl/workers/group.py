@@ -96,16 +96,16 @@ class Worker:
         """
         name = method.__name__
         ref = self.handle.call.remote(name, args, kwargs)
-        answer = ref.future()
+        future = ref.future()
         pending = Pending[R](name, [self], [ref])
         with _explain_long_wait([self], name, pending.late_workers, deadline_s, DEADLINE_KNOB):
             try:
                 async with asyncio.timeout(deadline_s):
-                    await done(answer)
+                    await done(future)
             except TimeoutError:
                 raise WorkerTimeout(name, [self.name], deadline_s, DEADLINE_KNOB) from None
         try:
-            (result,) = _results(name, [answer.result()])
+            (result,) = _results(name, [future.result()])
         except RayActorError as error:
             # On a thread, because it may wait 8 s until Ray has noticed the loss of a node.
             reason = await asyncio.to_thread(_explain_death, error, [self])
@@ -261,6 +261,7 @@ def as_completed(
         for ref in chain.from_iterable(_ended_calls(list(call_index), lambda: end - time.monotonic())):
             index = call_index[ref]
             if index not in unanswered:
+                # The outcome was yielded when the first worker failed.
                 continue
             unanswered[index] -= 1
             # The process is gone, or the answer (failure, result) has a failure.
@@ -329,6 +330,7 @@ class WorkerGroup:
         ordinary ones. on_loss may raise.
         """
         self._on_graph_loss = on_loss
+        # Before the graph begins to read, so that idle workers do not use a core each.
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
         self.graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
@@ -375,6 +377,7 @@ class WorkerGroup:
         return Pending(method, self.workers, refs)
 
     def _call_ranks(self, message: Message) -> list[Any]:
+        """Make a call through the graph if there is one; return the results. Raises the errors of `Pending.wait`."""
         if self.graph is None:
             return self._start_call(message).wait(self.deadline_s)
         method = message[0]

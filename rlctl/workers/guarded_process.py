@@ -60,6 +60,7 @@ class Channel:
         self._connection.close()
 
     def _read_line(self, end: float) -> bytes:
+        """Return the next line. end: deadline by time.monotonic."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > self._max_reply:
                 raise BadReply(f"more than {self._max_reply} bytes without an end")

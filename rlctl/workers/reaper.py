@@ -178,6 +178,8 @@ def _processes_using(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
+    """Return True if a process has an open file in one of the folders, or its folder for temporary files there."""
+
     def is_inside(path: Path) -> bool:
         return any(path.is_relative_to(folder) for folder in folders)
 

@@ -42,7 +42,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     pipe_reader, pipe_writer = os.pipe()
     inner = _fork()
     if inner:
-        # The outer supervisor: it passes each request of its standard input on to the inner one.
+        # The outer supervisor: it passes each request of its standard input on to the inner one. It does not return.
         os.close(pipe_reader)
         _supervise(inner, requests=0, connection=connection, ask=lambda: os.write(pipe_writer, _ASK))
     os.close(pipe_writer)
@@ -52,7 +52,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     supervisor = os.getpid()
     worker = _fork()
     if worker:
-        # The inner supervisor.
+        # The inner supervisor, which does not return either.
         _supervise(worker, requests=pipe_reader, connection=connection, ask=lambda: os.killpg(worker, signal.SIGTERM))
     # The worker. The kernel kills it when the inner supervisor ends.
     os.setsid()
@@ -109,6 +109,7 @@ def _supervise(child: int, requests: int, connection: socket.socket, ask: Callab
 
 def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int | None:
     """Return the exit status of `child`; None if the descriptor `requests` closed first."""
+    # Python writes a byte into this pipe when a child ends (SIGCHLD), which wakes `poll` below.
     wake_reader, wake_writer = os.pipe()
     for descriptor in (wake_reader, wake_writer):
         os.set_blocking(descriptor, False)
@@ -119,7 +120,7 @@ def _wait_for_child(child: int, requests: int, ask: Callable[[], object]) -> int
     poll.register(wake_reader, select.POLLIN)
     status = _reap(child)
     while status is None:
-        ready = [number for number, _ in poll.poll()]
+        ready = [descriptor for descriptor, _ in poll.poll()]
         if requests in ready:
             if not os.read(requests, 1):
                 # End of file: the process that asks has closed its end, or is gone.

@@ -122,6 +122,7 @@ class OutputLog:
         self._thread.join(_ENDING_S)
 
     def _copy_output(self) -> None:
+        """Copy the pipe to the file until all writers have closed it."""
         room = MAX_LOG_BYTES
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while output := os.read(self._reading_end, _READ_BYTES):

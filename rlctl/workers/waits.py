@@ -72,6 +72,7 @@ class Waits:
             self._look_once()
 
     def _look_once(self) -> None:
+        """Explain each open wait for which a warning is due."""
         # A separate function, because a local variable of `_watch_waits` would keep the last wait, and so Ray's
         # references, until the next check. Dropping these after Ray's shutdown ends the whole process with 1 ("The core
         # worker has already been shutdown", Ray 2.60).
@@ -81,6 +82,7 @@ class Waits:
             self._explain_wait(wait)
 
     def _explain_wait(self, wait: _Wait) -> None:
+        """Warn about a wait if a warning is due. Never raises."""
         lasted_s = time.monotonic() - wait.start
         try:
             explanation = self._explanation(wait, lasted_s)

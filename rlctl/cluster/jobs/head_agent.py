@@ -75,6 +75,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
             shutil.rmtree(run, ignore_errors=True)
         else:
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=f"not submitted: {error}", next=[])
+        # Remove the files that came with the request.
         _refuse(request, work, [])
         raise
     finally:

@@ -199,6 +199,7 @@ def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool
             raise ClusterError(f"{run.name} was on {record.cluster}, which is not up: its logs are in {record.remote}")
         host = state.host_of(state.head)
         folder = f"{record.remote}/logs/latest"
+    # `keep` names the folder, so no cluster is needed to find kept logs.
     request = {"folder": folder, "keep": folder, "cluster": "", "node": run.name, "lines": lines, "follow": follow}
     running = host.follow("logs.run", {**request, "suffixes": [".log"], "process": process, "on_node": node})
     try:
@@ -208,9 +209,9 @@ def show_run_logs(run: Path, process: str | None, node: str | None, follow: bool
 
 
 def copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, deadline: float | None) -> None:
-    """Copy files into the folder `run`: write each piece of a file that `process` prints, the program `mirror.run`.
+    """Write the pieces of files that `process` prints into the folder `run`, until the process ends.
 
-    Copying ends when the process ends. The process is killed when `stop` is set, or at `deadline` (time.monotonic).
+    process: `mirror.run` on the head. It is killed when `stop` is set, or at `deadline` (time.monotonic).
     """
 
     def kill_when_due() -> None:

@@ -76,6 +76,7 @@ class KubernetesLauncher(Launcher):
             return ClusterStatus([NodeStatus(state.head)], [warning])
         statuses = []
         for pod in pods:
+            # A pod that is not ready counts as unreachable, with the reason why it is not ready.
             reason = "" if is_ready(pod) else waits_for(pod)
             statuses.append(NodeStatus(node_of(pod), alive=is_ready(pod), unreachable=reason))
         if not statuses or not statuses[0].node.head:

@@ -50,6 +50,7 @@ def _object(config: KubernetesCluster, kind: str, spec: dict[str, Any]) -> dict[
 
 
 def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
+    """Return the part that a RayCluster and a RayJob share: the head without GPUs, and equal workers."""
     head: dict[str, Any] = {"cpu": config.head_cpus, "memory": config.head_memory}
     worker: dict[str, Any] = {"cpu": config.cpus_per_node, "memory": config.memory}
     if config.gpus_per_node:
@@ -109,6 +110,7 @@ def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], s
     else:
         # Training does not call the Kubernetes API, so pods get no token for it.
         spec["automountServiceAccountToken"] = False
+    # Without the empty lists of config keys that are not set.
     return {"metadata": {"labels": dict(_LABELS)}, "spec": {name: value for name, value in spec.items() if value != []}}
 
 

@@ -81,6 +81,7 @@ def _check_hosts(config: LocalCluster | SshCluster, names: list[str], ports: lis
     """
     say("doing", "checking")
     hosts = [Host("")]
+    # This machine's own clock shows no skew, unless it is set during the check.
     max_skew = 60.0
     if isinstance(config, SshCluster):
         max_skew = config.max_clock_skew_s
@@ -129,12 +130,14 @@ def _drop_unlike(replies: Replies, say: Say) -> None:
         say("bad", f"{name}: wrong Python {python}: the head {head} has {head_python}, and Ray wants one for all")
 
 
-def _address_problems(reply: dict[str, Any], hosts: int, name: str) -> list[str]:
+def _address_problems(reply: dict[str, Any], num_hosts: int, name: str) -> list[str]:
+    """Return the reason why other nodes cannot reach the host at the address that ssh used; empty if they can."""
     if not name:
+        # This machine: no other host must reach it.
         return []
     if reply["address"] is None:
         return ["its ssh does not say at which address it was reached (SSH_CONNECTION)"]
-    if hosts > 1 and is_loopback(reply["address"]):
+    if num_hosts > 1 and is_loopback(reply["address"]):
         return [f"reached at {reply['address']}, where the other hosts cannot: name it by another address"]
     return []
 

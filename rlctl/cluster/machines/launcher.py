@@ -162,6 +162,7 @@ class MachineLauncher(Launcher):
         return [node for node in lost if node in failed or node not in startable]
 
     def _starter(self, config: MachineCluster, state: ClusterState, places: list[Place]) -> NodeStarter:
+        """Return the starter of nodes at these places."""
         return NodeStarter(
             config=config,
             store=self._store,

@@ -19,6 +19,7 @@ ROOM = 107 - 84
 
 
 def run(request: "dict[str, Any]") -> "dict[str, Any]":
+    """Return the facts about this host that `requirements.py` checks."""
     now = time.time()
     root = folder_root()
     gpus, driver = nvidia("name")
@@ -52,6 +53,7 @@ def folder_root() -> "str | None":
 
 
 def is_free(port: int) -> bool:
+    """Return True if no process listens on a port, and this user may listen there."""
     # Test all interfaces: a listener on any of them could make Ray fail. A host without IPv6 gives another error.
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:

@@ -16,6 +16,7 @@ from rlctl.utils.ray_token import use_token
 
 
 def query(request: dict[str, Any]) -> dict[str, Any]:
+    """Ask Ray for its nodes and their free resources, see above."""
     os.environ.update(request["environment"])
     use_token(request["token_path"])
     # Discard stderr: Ray logs an error there before it raises the error.

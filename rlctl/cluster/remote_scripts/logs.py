@@ -27,6 +27,7 @@ UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
 
 def run(request: dict[str, Any]) -> None:
+    """Print the logs that the request asks for, see above."""
     parent = os.getppid()
     node_folder = request["folder"]
     folders = [kept_logs(request)]

@@ -18,6 +18,7 @@ _MIRROR_POLL_S = 0.3
 
 
 def run(request: "dict[str, Any]") -> None:
+    """Print new pieces of the files until the reader is gone, see above."""
     parent = os.getppid()
     # Name of a file -> (inode, number of bytes that the reader has).
     places = {}

@@ -59,6 +59,7 @@ KILL_S = 5.0
 
 
 def start(request: dict[str, Any]) -> dict[str, Any]:
+    """Start a Ray node in a new folder and return at once, see above."""
     folder = os.path.join(request["root"], request["folder"])
     os.mkdir(folder, 0o700)
     token = os.path.join(folder, "token")
@@ -87,6 +88,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait(request: dict[str, Any]) -> dict[str, Any]:
+    """Wait until the node is up or has failed, see above."""
     # The wait ends with its caller: this process then has another parent.
     parent = os.getppid()
     last_answer = time.monotonic()
@@ -143,6 +145,7 @@ def reason(text: str) -> str:
 
 
 def look(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the node and its machine, see above."""
     memory = psutil.virtual_memory()
     gpus, driver = nvidia("name", "memory.total", "memory.used", "utilization.gpu")
     return {
@@ -175,6 +178,7 @@ def listening(request: dict[str, Any]) -> "list[list[Any]]":
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
+    """End all processes of the node, keep its logs and remove its other files, see above."""
     # Imported here because rlctl.workers sets variables for a run's private Ray, and `start` would pass them on.
     from rlctl.workers.reaper import leftovers, sweep
 
@@ -209,7 +213,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def family(folder: str) -> "list[psutil.Process]":
-    """Return all processes of the node: in its session, with its folder on the command line or in their open files."""
+    """Return the node's processes: those in its session, or with its folder in the command line or an open file."""
     session = session_of(folder)
     own_pid = os.getpid()
     members = []

@@ -68,8 +68,9 @@ def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
     other_node = ClusterNode(name="{name}", host="{other}", folder="", head=False, address="{address}")
     state = replace(state, address="{head}", nodes=[head_node, other_node])
     place = Place(name="{name}", host="", address="{address}", root="", shm_bytes=0, has_dashboard=True)
-    head_request = start_request(config, state, head_node, place, "")
-    other_request = start_request(config, state, other_node, place, "")
+    # Each task adds the token, which is in a separate private file.
+    head_request = start_request(config, state, head_node, place, token="")
+    other_request = start_request(config, state, other_node, place, token="")
     if config.num_cpus is None:
         # By default Ray would count all CPUs of the machine, but the job may have fewer.
         head_request["arguments"].append("--num-cpus={cpus}")

@@ -72,7 +72,7 @@ class SlurmLauncher(Launcher):
 
     def status(self, state: ClusterState) -> ClusterStatus:
         self._store.check_token(state)
-        job = queue.look_up(state.job) if state.job else queue.Job("", "PENDING", "not submitted yet")
+        job = queue.look_up(state.job) if state.job else queue.Job(id="", state="PENDING", reason="not submitted yet")
         # Without a host of the head, no node has reported that it is ready.
         if job.waits or (job.runs and not state.head.host):
             progress = f"job {job.id} starts its nodes"
@@ -124,6 +124,7 @@ class SlurmLauncher(Launcher):
         return places
 
     def _wait_in_queue(self, config: SlurmCluster, state: ClusterState) -> None:
+        """Wait until Slurm runs the job, and report each new reason to wait. Raises ClusterError."""
         begin = time.monotonic()
         reported_reason = ""
         job = queue.look_up(state.job)
@@ -163,6 +164,7 @@ class SlurmLauncher(Launcher):
             if time.monotonic() > last_look_up + _QUEUE_S:
                 last_look_up = time.monotonic()
                 self._must_run(state, queue.look_up(state.job), f": rlctl cluster logs {state.name}")
+            # A node waits for the head, then starts. Each may take `start_timeout_s`.
             if time.monotonic() > begin + 2 * config.start_timeout_s + _FILES_S:
                 problem = f"{count - len(ready)} of {count} nodes of job {state.job} said nothing"
                 remedy = f"is {state.shared} on a file system that they share? set shared_folder=..."

@@ -74,6 +74,7 @@ def place_side_by_side(*blocks: Sequence[Row]) -> list[Row]:
 
 
 def _edge(title: str, aside: str, width: int) -> Row:
+    """Return the upper edge of a box. `aside` is left out, or the title cut, if there is no room."""
     begin = [Segment("╭─", BORDER), *row((f" {title} ", "bold"))] if title else [Segment("╭─", BORDER)]
     end = [*row((f" {aside} ", "bright_black")), Segment("─╮", BORDER)] if aside else [Segment("─╮", BORDER)]
     room = width - Segment.get_line_length(begin) - Segment.get_line_length(end)

@@ -151,6 +151,7 @@ def _thin(points: Points, count: int) -> Points:
 
 
 def _bounds(values: list[float]) -> tuple[float, float]:
+    """Return the lowest and the highest value of a curve's axis."""
     low = min(values, default=0.0)
     high = max(values, default=1.0)
     if low == high:

@@ -77,13 +77,14 @@ def phase_times(state: RunState) -> Times:
         names.update(key.removeprefix("time/") for key in record if key.startswith("time/"))
     names.discard("step")
 
-    def place(name: str) -> tuple[int, str]:
+    def sort_key(name: str) -> tuple[int, str]:
+        # Phases that are not in ORDER come after it by name, and `other` last.
         if name == "other":
             return len(ORDER) + 1, name
         return (ORDER.index(name) if name in ORDER else len(ORDER)), name
 
     times: Times = {}
-    for name in sorted(names, key=place):
+    for name in sorted(names, key=sort_key):
         seconds = [float(record.get(f"time/{name}", 0.0)) for record in recent]
         times[name] = (seconds[-1], sum(seconds) / len(seconds))
     return times

@@ -38,6 +38,7 @@ def header(state: RunState, width: int) -> list[Row]:
 
 
 def _progress_row(state: RunState, width: int) -> Row:
+    """Return the row with the number of steps, a bar, the share, and the elapsed and estimated times."""
     total = state.num_steps
     done = state.step
     share = done / total if total else 0.0
@@ -54,6 +55,7 @@ def _progress_row(state: RunState, width: int) -> Row:
 
 
 def _activity(state: RunState) -> Row:
+    """Return the row on the run's present state: its phase while it runs, else its status and the reason."""
     sign, style = SIGNS[state.status]
     if state.status != "running":
         reason = one_line(state.end.get("reason") or ("its process is gone" if state.status == "died" else ""))

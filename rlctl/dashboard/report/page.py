@@ -63,6 +63,7 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
 
 
 def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:
+    """Return a chart's specification, and its series for the values that the page shows on hover."""
     has_several_runs = len({metric.run for metric in chart.series}) > 1
     series = []
     for metric in chart.series:
@@ -81,6 +82,7 @@ def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _health_data(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    """Return the chart of health in a list; an empty list if there is nothing to show."""
     rows = []
     for run in runs:
         for event in run.events:
@@ -109,6 +111,7 @@ def _grid(charts: Sequence[MetricChart], section: str, names: Sequence[str]) -> 
 
 
 def _card(number: int, chart: MetricChart, runs: Sequence[str]) -> str:
+    """Return the HTML frame of a chart, with its title, its metrics and its notes."""
     names = list(chart.meanings)
     listed = names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
     title = f"{chart.title}: {runs[chart.series[0].run]}" if chart.stacked and len(runs) > 1 else chart.title
@@ -122,6 +125,7 @@ def _card(number: int, chart: MetricChart, runs: Sequence[str]) -> str:
 
 
 def _notes(chart: MetricChart) -> str:
+    """Return the notes below a chart: its dashed bound, and the steps that are cut off."""
     notes = []
     if chart.bound is not None:
         notes.append(f"dashed: {chart.bound:.4g}, {chart.bound_source}")
@@ -134,6 +138,7 @@ def _notes(chart: MetricChart) -> str:
 
 
 def _head(run: ReportedRun) -> str:
+    """Return a run's heading: name, status, model, remarks and results."""
     state = run.state
     facts = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts_of(state))
     reason = f": {escape(str(state.end['reason']))}" if state.end.get("reason") else ""
@@ -175,6 +180,7 @@ def _differences(runs: Sequence[ReportedRun]) -> str:
 
 
 def _config(runs: Sequence[ReportedRun]) -> str:
+    """Return the section with all keys of the runs' configs."""
     if not any(run.config for run in runs):
         return ""
     legend = ""
@@ -228,6 +234,7 @@ def _events(runs: Sequence[ReportedRun]) -> str:
 
 
 def _events_of(run: ReportedRun, is_open: bool) -> str:
+    """Return the folded table with a run's newest events."""
     newest = run.events[-MOST_EVENTS:]
     rows = "".join(
         f"<tr class='{escape(event.kind)}'><td>{span(event.at_s)}</td><td>{event.step}</td>"

@@ -137,6 +137,7 @@ def meaning_of_key(key: str, meanings: dict[str, str]) -> str:
 
 
 def _remarks(run: RunDir, state: RunState) -> Iterator[str]:
+    """Yield a remark on each unfinished, damaged or missing part of a run."""
     if state.status in ("new", "running"):
         yield f"is under way: {count(state.step, 'step')} of {state.num_steps or '?'} done when this was written"
     if state.status == "died":
@@ -167,9 +168,9 @@ def _events(path: Path, state: RunState) -> list[ReportedEvent]:
         record for record in read_records(path) if "kind" in record and isinstance(record.get("time"), (int, float))
     ]
     begin = float(records[0]["time"]) if records else 0.0
-    done = state.steps.series("time")
-    times = [end_time for _, end_time in done]
-    steps = [step for step, _ in done]
+    done_steps = state.steps.series("time")
+    end_times = [end_time for _, end_time in done_steps]
+    steps = [step for step, _ in done_steps]
     events = []
     for record in records:
         kind = str(record["kind"])
@@ -177,7 +178,7 @@ def _events(path: Path, state: RunState) -> list[ReportedEvent]:
             continue
         time_s = float(record["time"])
         # An event without a step gets the last step that was done before it.
-        num_done = bisect_right(times, time_s)
+        num_done = bisect_right(end_times, time_s)
         step = steps[num_done - 1] if num_done else 0
         if isinstance(record.get("step"), int):
             step = record["step"]
@@ -237,6 +238,7 @@ def _sample_of(group: Record) -> Record:
 
 
 def _rollout(rollout: Record) -> dict[str, Any]:
+    """Return the fields of a rollout that the page shows. Its text is cut at MOST_LETTERS."""
     text = []
     room = MOST_LETTERS
     for piece, sampled in pieces(rollout):

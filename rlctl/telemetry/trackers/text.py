@@ -49,6 +49,7 @@ def flat(config: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _group_text(group: Record) -> str:
+    """Return one group as text, see `as_text`."""
     outcome = f", {group['outcome']}" if group.get("outcome") else ""
     lines = [f"=== {group['task']}{outcome}, answer {group.get('answer')}", str(group.get("prompt", ""))]
     for rollout in group["rollouts"]:
