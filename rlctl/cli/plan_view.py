@@ -72,12 +72,15 @@ def _placement_rows(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.placement.device == "cpu":
         processes = count(len(plan.placement.trainers), "trainer rank")
         if plan.placement.engines:
-            processes += f" and {count(len(plan.placement.engines), 'engine')} share the cores"
+            engines = len(plan.placement.engines) + len(plan.placement.scoring)
+            processes += f" and {count(engines, 'engine')} share the cores"
         return [*rows, ("CPU", processes)]
     rows += [(f"rank {rank}", f"GPU {slot.devices[0]}") for rank, slot in enumerate(plan.placement.trainers)]
     shared = ", shared with the trainer" if plan.placement.shared else ""
     for number, slot in enumerate(plan.placement.engines):
         rows.append((f"engine {number}", f"GPU {', '.join(map(str, slot.devices))}{shared}"))
+    for number, slot in enumerate(plan.placement.scoring):
+        rows.append((f"teacher's engine {number}", f"GPU {', '.join(map(str, slot.devices))}"))
     return rows
 
 

@@ -32,7 +32,12 @@ class TeacherSection:
         path="model",
     )
     lora: str | None = spec("An adapter over path: a PEFT folder, or a run. null is none.", path="model")
-    place: Place = spec(f"The place of its weights. {_PLACE}")
+    place: Place = spec(
+        f"The place of its weights. {_PLACE} engines is a pool of engines of its own, on GPUs of its own, that scores "
+        "rollouts as they end."
+    )
+    num_engines: int = spec("Only with place engines: the number of engines.", ge=1)
+    tensor_parallel_size: int = spec("Only with place engines: the GPUs of each engine.", ge=1)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,18 @@ class GeneratorPool:
     """All engines of a run, at one weight version."""
 
     def __init__(
-        self, spec: EngineSpec, slots: list[EngineSlot], logs: str, deadline_s: float, max_restarts: int, emit: Emit
+        self,
+        spec: EngineSpec,
+        slots: list[EngineSlot],
+        logs: str,
+        deadline_s: float,
+        max_restarts: int,
+        emit: Emit,
+        name: str = "engine",
     ) -> None:
+        """Start the engines. name: begin of each engine's name."""
         self._spec = spec
+        self._name = name
         self._slots = slots
         self._logs = logs
         self._deadline_s = deadline_s
@@ -153,6 +162,11 @@ class GeneratorPool:
         return self._open_refit.plan
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return self._spec.max_model_len
+
+    @property
     def at_a_time(self) -> int:
         """The most sequences that an engine decodes at a time."""
         return self._spec.max_num_seqs
@@ -215,10 +229,10 @@ class GeneratorPool:
     def _start_engine(self, index: int) -> Worker:
         slot = self._slots[index]
         spec = WorkerSpec(
-            f"engine-{index}",
+            f"{self._name}-{index}",
             partial(build_engine, self._spec),
             slot.environment,
-            f"{self._logs}/engine-{index}.log",
+            f"{self._logs}/{self._name}-{index}.log",
             threads=_THREADS,
             node=slot.node,
             waits=slot.waits,
@@ -234,7 +248,7 @@ class GeneratorPool:
         if kind in self._early_errors:
             self._emit("engine_lost", engine=index, reason=str(error))
             raise EngineUnusable(
-                f"engine-{index} cannot sample, as the one before it: {text.splitlines()[0]}"
+                f"{self._name}-{index} cannot sample, as the one before it: {text.splitlines()[0]}"
             ) from error
         self._early_errors.add(kind)
 

@@ -1,6 +1,6 @@
 """Log-prob columns of a step's sequences that models besides the policy compute, each sequence by its own model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,8 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.batch import TrainingBatch
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.roles import TEACHER
+from rlctl.rollout.buffer import ScoreGroups
+from rlctl.rollout.frozen_scores import FrozenScores, GivenTokens
 from rlctl.rollout.types import RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
 
@@ -42,3 +44,29 @@ def score_by_models(
         for index, row in zip(indices, rows, strict=True):
             log_probs[index] = row
     return log_probs
+
+
+def score_on_engines(scores: FrozenScores, samples: Sequence[TrainingSample]) -> list[LogProbs]:
+    """Return the log-probs of each sample under a model on engines, float32 [T]."""
+    return scores.log_probs([GivenTokens(sample.tokens, sample.mask) for sample in samples])
+
+
+def begin_scores(config: GrpoConfig, score: ScoreGroups, frozen: Mapping[Role, FrozenScores]) -> ScoreGroups:
+    """Return a `score` that also begins to score each group's rollouts on the engines of its teacher.
+
+    frozen: models on engines, by role.
+    """
+    if not frozen:
+        return score
+
+    def score_and_begin(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        scored = score(groups)
+        for group in scored:
+            key = config.teacher_key
+            model = TEACHER if key is None else f"teachers.{group.task.row[key]}"
+            if model in frozen:
+                rows = [row for rollout in group.rollouts for row in rollout.rows]
+                frozen[model].begin([GivenTokens(row.tokens, row.sampled) for row in rows if row.sampled.any()])
+        return scored
+
+    return score_and_begin

@@ -1,12 +1,14 @@
 """Components of a GRPO run: assembly makes them, and the loop uses them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.generator_pool import GeneratorPool
+from rlctl.preflight.declared_columns import Role
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.frozen_scores import FrozenScores
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.types import Decode
@@ -44,6 +46,8 @@ class GrpoComponents:
     recorder: RunRecorder
     devices: Devices
     monitor: ResourceMonitor
+    # Models on engines that score, by role.
+    frozen: Mapping[Role, FrozenScores]
     # Decodes tokens to text, including special tokens, for records.
     decode: Decode
     # Returns the most common cause of failed rewards or episodes; empty if none failed.

@@ -5,12 +5,12 @@ before the engines have the weights that the step trains. `GrpoStep` times and r
 the work between two steps: validation, checkpoints, health checks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
-from rlctl.grpo.columns import models_of_sequences, score_by_models
+from rlctl.grpo.columns import LogProbs, begin_scores, models_of_sequences, score_by_models, score_on_engines
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.health import grpo_health
@@ -23,7 +23,7 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation, find_unreached_accuracy
-from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, roles_by_column
+from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, Role, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
@@ -64,7 +64,7 @@ class GrpoLoop(Loop):
             parts.source,
             parts.dispatcher,
             parts.runner,
-            training_score(config, parts.score),
+            begin_scores(config, training_score(config, parts.score), parts.frozen),
             parts.recorder.events.emit,
             teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
         )
@@ -148,13 +148,18 @@ class GrpoLoop(Loop):
         for name, role in self._columns.items():
             if batch.sequences:
                 models = models_of_sequences(self._config, batch, groups, role)
-                values = score_by_models(batch.sequences, models, self._parts.trainer.log_probs)
+                values = score_by_models(batch.sequences, models, self._log_probs)
                 batch = add_column(batch, name, values, self._config.grpo, self._advantage)
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
                 masks = [sequence.mask for sequence in batch.sequences]
                 gap = mismatch(batch.column(ROLLOUT_LOG_PROB.name), batch.column(name), masks)
                 step.measured |= {STEP_MISMATCH.name: gap.token_mult_prob_error, MISMATCH_KL.name: gap.kl}
         return batch
+
+    def _log_probs(self, samples: Sequence[TrainingSample], model: Role) -> list[LogProbs]:
+        """Return the log-probs of each sample under a model, by the trainer's ranks or by the model's engines."""
+        scores = self._parts.frozen.get(model)
+        return score_on_engines(scores, samples) if scores else self._parts.trainer.log_probs(samples, model)
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
         """Return the exception for an update that is not finite. It allows no checkpoint if an earlier update of the
@@ -209,4 +214,6 @@ class GrpoLoop(Loop):
         self.save_with(state, write_groups)
 
     def close(self) -> None:
+        for scores in self._parts.frozen.values():
+            scores.close()
         self._buffer.close()

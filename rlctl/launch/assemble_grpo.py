@@ -93,6 +93,7 @@ class GrpoParts:
                 recorder=session.recorder,
                 devices=devices,
                 monitor=monitor,
+                frozen=sampling.open_scoring(dispatcher.events, stack),
                 decode=sampling.decode,
                 failure_cause=self._failure_cause,
                 tool_cause=self._tool_cause,

@@ -180,8 +180,9 @@ def _start(
     stack.callback(group.kill)
     session.recorder.end_tokens = chat.result()[1].stops
     pool = sampled.start_engines(allocation) if sampled else None
-    if pool:
-        stack.callback(pool.kill)
+    pools = [pool, *sampled.start_scoring(allocation, role_files)] if sampled and pool else []
+    for each_pool in pools:
+        stack.callback(each_pool.kill)
     data = loading.result()
     session.recorder.export_dtype = placed.export_dtype
     with session.starting("trainer"):
@@ -190,12 +191,13 @@ def _start(
     if precompiles(placed) and not (pool and pool.sleeps):
         # Engines start meanwhile.
         precompile(session, placed, trainer)
-    if pool:
+    if pools:
         with session.starting("generator"):
-            pool.wait_until_built()
+            for each_pool in pools:
+                each_pool.wait_until_built()
     pids = {worker.name: worker.pid() for worker in group.workers}
-    if pool:
-        pids |= {engine.name: engine.pid() for engine in pool.engines}
+    for each_pool in pools:
+        pids |= {engine.name: engine.pid() for engine in each_pool.engines}
     emit("processes", **pids)
 
     # The checkpoint is loaded before the first refit, so that engines get the weights that training continues from.

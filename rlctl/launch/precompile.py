@@ -33,7 +33,7 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     count = pack // length * layout_of(settled.trainer).data
     term = None
     policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
-    roles = policy + settled.frozen_roles
+    roles = policy + tuple(name for name, role in settled.placed_roles.items() if role.place != "engines")
     if settled.grpo and settled.trainer.teacher:
         # The teacher's pass is part of each update.
         term = settled.grpo.config.grpo.loss.distillation

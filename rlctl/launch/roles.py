@@ -43,12 +43,13 @@ def find_roles(settled: Settled, policy: ModelFiles, run_dir: RunDir) -> dict[Ro
 
 
 def role_models(settled: Settled, files: Mapping[Role, RoleFiles]) -> dict[Role, RoleModel]:
-    """Return the models of the roles for the trainer's ranks, each with its place. Raises ModelError without room."""
+    """Return the models that the trainer's ranks have, each with its place. Raises ModelError without room."""
     models = {}
     for name, role in settled.placed_roles.items():
         if role.problem:
             raise ModelError(f"{name} {role.problem}")
-        models[name] = RoleModel(files[name].folder, role.place)
+        if role.place != "engines":
+            models[name] = RoleModel(files[name].folder, role.place)
     return models
 
 
@@ -61,9 +62,11 @@ def _find_role(role: WrittenRole, settled: Settled, policy: ModelFiles, run_dir:
     section = ModelSection(path=role.weights, tokenizer=None, random_init=False, max_length=None)
     folder = run_dir.path / "roles" / role.name
     base = role.path if role.lora else None
-    files = ModelFiles.prepare(section, folder, seed=0, merge=not facts.is_adapter, base=base)
+    # Engines that score serve whole weights.
+    is_adapter = facts.is_adapter and role.place != "engines"
+    files = ModelFiles.prepare(section, folder, seed=0, merge=not is_adapter, base=base)
     if problem := vocabulary_problem(Path(policy.chat), Path(files.chat), files.facts.sizes.vocab):
         raise ModelError(problem)
     difference = first_difference(Path(policy.folder), Path(files.folder))
-    found_facts = RoleFacts(files.facts.sizes, difference, is_adapter=facts.is_adapter)
+    found_facts = RoleFacts(files.facts.sizes, difference, is_adapter=is_adapter)
     return RoleFiles(files.adapter or files.folder, found_facts)

@@ -3,7 +3,7 @@
 A GRPO run has these parts. An SFT run has them if a recipe validates it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,12 +17,16 @@ from rlctl.data.files import DataError
 from rlctl.data.load_data import load_prompts, part_of
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
+from rlctl.launch.roles import RoleFiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.placement import Placement, transport_of
+from rlctl.preflight.roles import scoring_roles
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES
+from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 from rlctl.workers.user_logs import Emit
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.episode_setup import EpisodeSetup
+    from rlctl.rollout.frozen_scores import FrozenScores
     from rlctl.rollout.runner import Engines, RolloutRunner
     from rlctl.rollout.scoring import GroupScorer
     from rlctl.rollout.types import Decode
@@ -75,6 +80,8 @@ class SamplingParts:
     # Facts about the environments after `try_on`; None without environments.
     setup: "EpisodeSetup | None" = None
     pool: "GeneratorPool" = field(init=False)
+    # Engines that score, by the role of their model.
+    scoring: "dict[Role, GeneratorPool]" = field(default_factory=dict)
 
     @property
     def config(self) -> GrpoConfig:
@@ -117,6 +124,33 @@ class SamplingParts:
         )
         return self.pool
 
+    def start_scoring(
+        self, allocation: Allocation, role_files: Mapping[Role, RoleFiles]
+    ) -> "Collection[GeneratorPool]":
+        """Start the engines that score with frozen models, without waiting until they are ready; return their pools."""
+        from rlctl.generation.generator_pool import GeneratorPool
+        from rlctl.launch.worker_specs import engine_spec, scoring_slots, scoring_spec
+
+        session = self.session
+        config = self.config
+        slots = list(allocation.placement.scoring)
+        for role in scoring_roles(config) if role_files else ():
+            sampler = engine_spec(self.settled, self.files, self.ends.stops, allocation.placement)
+            spec = scoring_spec(sampler, role, role_files[role.name])
+            own_slots = slots[: role.num_engines]
+            del slots[: role.num_engines]
+            pool = GeneratorPool(
+                spec,
+                scoring_slots(self.settled, own_slots, allocation, session.waits),
+                str(session.logs),
+                config.run.deadline_s,
+                config.generation.max_restarts,
+                session.events.emit,
+                name=role.name,
+            )
+            self.scoring[role.name] = pool
+        return self.scoring.values()
+
     def connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         """Set up the refit, which sends weights from trainer ranks to engines."""
         from rlctl.launch.worker_specs import refit_options
@@ -149,6 +183,28 @@ class SamplingParts:
         runner = make_runner(self.settled, self.chat, dispatcher, self.environments, self.setup, trains=True)
         stack.callback(runner.close)
         return dispatcher, runner
+
+    def open_scoring(self, events: EventLoop, stack: ExitStack) -> "dict[Role, FrozenScores]":
+        """Return the scores of each model on engines. events: loop of the rollouts. `stack` closes them."""
+        from rlctl.rollout.dispatcher import RolloutDispatcher
+        from rlctl.rollout.frozen_scores import FrozenScores
+
+        config = self.config
+        emit = self.session.events.emit
+        frozen = {}
+        for role, pool in self.scoring.items():
+            scores = FrozenScores(
+                RolloutDispatcher(pool, config.run, emit, events, waits_for_all=True),
+                config.run,
+                emit,
+                name=role,
+                temperature=config.generation.temperature,
+                longest=pool.longest,
+                max_age=config.async_.max_age,
+            )
+            stack.callback(scores.close)
+            frozen[role] = scores
+        return frozen
 
     @property
     def score(self) -> "GroupScorer":

@@ -1,20 +1,25 @@
 """Specs of a run's trainer ranks and engines, built from its config and placement."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from rlctl.config.schema import CheckpointSection
 from rlctl.generation.generator_pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind, engine_options
+from rlctl.launch.roles import RoleFiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.declared_columns import Role, RoleModel
-from rlctl.preflight.placement import Placement, transport_of
+from rlctl.preflight.machine import Device
+from rlctl.preflight.memory import scoring_cache_tokens, token_bytes
+from rlctl.preflight.placement import Placement, PlacementSlot, transport_of
+from rlctl.preflight.roles import WrittenRole
 from rlctl.preflight.settled import Settled, SettledGrpo
+from rlctl.preflight.trainer_settings import Dtype
 from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec
@@ -27,6 +32,8 @@ from rlctl.workers.waits import Waits
 # Tokens that an engine's longest sequence has beyond the longest request. Without them, Qwen3-8B under CUDA graphs
 # ended in an illegal memory access (vLLM 0.25.1, H200, one run). With them the same requests succeeded.
 _ROOM = 16
+# Most sequences that an engine scores at a time. A step has tokens of a few: the others wait for their turn.
+_SCORED_AT_A_TIME = 64
 
 
 def trainer_specs(
@@ -130,6 +137,50 @@ def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...],
         # If the run trains adapters, a refit sends them to the engine.
         adapter_folder=None if settled.adapters else files.adapter,
     )
+
+
+def scoring_spec(sampler: EngineSpec, role: WrittenRole, files: RoleFiles) -> EngineSpec:
+    """Return the spec of the engines that score with a role's model, the same for all. sampler: the run's engines."""
+    sizes = files.facts.sizes
+    assert sizes is not None
+    longest = min(sampler.max_model_len, sizes.max_positions)
+    size = role.tensor_parallel_size if sampler.device == "cuda" else 1
+    token = token_bytes(sizes, cast(Dtype, sampler.dtype), size)
+    cache_bytes = scoring_cache_tokens(cast(Device, sampler.device), longest) * token
+    return replace(
+        sampler,
+        model_path=files.folder,
+        max_model_len=longest,
+        tensor_parallel_size=size,
+        max_num_seqs=_SCORED_AT_A_TIME,
+        # A model without attention has states instead of keys.
+        kv_cache_mib=(cache_bytes >> 20) + 1 if token else sampler.kv_cache_mib,
+        stop_token_ids=(),
+        sleeps=False,
+        load_format="auto",
+        prefix_caching=False,
+        forced_lengths=None,
+        version=0,
+        adapters=None,
+        adapter_folder=None,
+        scores=True,
+    )
+
+
+def scoring_slots(
+    settled: SettledGrpo, slots: Sequence[PlacementSlot], allocation: Allocation, waits: Waits
+) -> list[EngineSlot]:
+    """Return the node and environment of each engine that scores. slots: where the engines of one role are."""
+    engine_environment = engine_kind(settled.config.generation.engine.name).environment
+    device = allocation.placement.device
+    return [
+        EngineSlot(
+            engine_environment(device, allocation.devices(slot), []) | allocation.environment(slot),
+            allocation.node(slot),
+            waits,
+        )
+        for slot in slots
+    ]
 
 
 def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> RefitOptions:

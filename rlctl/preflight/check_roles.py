@@ -15,8 +15,9 @@ from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations, backend_of
 from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, named_columns
 from rlctl.preflight.derived import NotKnownError
+from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.roles import RoleFacts, WrittenRole, read_role_facts, written_roles
+from rlctl.preflight.roles import TEACHER, RoleFacts, WrittenRole, read_role_facts, written_roles
 from rlctl.preflight.settled import Settled, SettledGrpo, settle
 
 _TERM = "grpo.loss.distillation"
@@ -105,7 +106,8 @@ def _check_place(settled: SettledGrpo, role: WrittenRole) -> Violations:
     key = f"{role.name}.place"
     facts = settled.role_facts.get(role.name, RoleFacts())
     if role.place == "engines":
-        yield Violation(key, "must be auto, swapped or resident, not engines: engines score nothing in this version")
+        yield from _check_engines(settled, role, facts)
+        return
     holds_residents = backend_of(trainer).holds_residents
     if role.place == "resident" and not holds_residents:
         message = f"must be auto or swapped with trainer.backend={trainer.backend}, which holds no further model"
@@ -121,6 +123,18 @@ def _check_place(settled: SettledGrpo, role: WrittenRole) -> Violations:
     elif not holds_residents:
         message = f"has {facts.difference}, and trainer.backend={trainer.backend} holds no other architecture"
         yield Violation(f"{role.name}.path", f"{message}; set trainer.backend=fsdp", ("trainer.backend",))
+
+
+def _check_engines(settled: SettledGrpo, role: WrittenRole, facts: RoleFacts) -> Violations:
+    """Find a role that engines cannot score."""
+    key = f"{role.name}.place"
+    engine = settled.config.generation.engine
+    if not role.name.startswith(TEACHER):
+        yield Violation(key, f"must be auto, swapped or resident: engines score teachers alone, not the {role.name}")
+    elif settled.machine.device is not None and facts.sizes is not None and role.path is not None:
+        refusal = engine_rules(engine).find_refusal(settled.machine.device, role.path, facts.sizes)
+        if refusal is not None:
+            yield Violation(key, f"generation.engine={engine.name} cannot score it: {refusal}", (f"{role.name}.path",))
 
 
 def _check_model(settled: SettledGrpo, role: WrittenRole) -> Violations:

@@ -20,8 +20,9 @@ from rlctl.utils.user_code import load_object
 # Name of a model of the run: policy, the model that is trained; reference; teacher, or teachers.NAME of several.
 # A role other than the policy has the name of its section in the config.
 Role = str
-# swapped: the weights replace the policy's for a pass. resident: a further module in the trainer's ranks.
-RolePlace = Literal["swapped", "resident"]
+# swapped: the weights replace the policy's for a pass. resident: a further module in the trainer's ranks. engines: a
+# pool of engines scores.
+RolePlace = Literal["swapped", "resident", "engines"]
 
 
 @dataclass(frozen=True)

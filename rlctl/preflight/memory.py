@@ -33,6 +33,14 @@ _COMMUNICATOR_BYTES = {"within": 1 << 29, "between": (1 << 34) // 10}
 _ENGINE_BYTES = 6 << 30
 # Bytes that an engine needs per logit while it samples.
 _SAMPLED_LOGIT_BYTES = 12
+# Number of scored tokens whose logits exist at one time in an engine. A logit takes 10 bytes: bfloat16, float32 and its
+# exponential.
+SCORE_ROWS = 512
+_SCORED_LOGIT_BYTES = 10
+# Most tokens in a step of an engine that scores on GPUs. Longer prompts are computed in chunks.
+SCORE_BATCH_TOKENS = 8192
+# Tokens of a step for which an engine that scores on a CPU has a key-value cache.
+_CPU_SCORE_TOKENS = 2048
 
 
 # Table of where a trainer's state is in each phase of a step. A backend moves its tensors by this table
@@ -239,6 +247,22 @@ def token_bytes(sizes: ModelSizes, dtype: Dtype, tensor_parallel_size: int) -> i
     """Return the bytes of one token in the key-value cache of one device; 0 for a model without attention."""
     shards = max(1, min(tensor_parallel_size, sizes.kv_heads))
     return -(-sizes.kv_values_per_token * DTYPE_BYTES[dtype] // shards)
+
+
+def scoring_cache_tokens(device: Device, longest: int) -> int:
+    """Return the tokens of the key-value cache of an engine that scores: one step's, and one sequence that waits."""
+    return (SCORE_BATCH_TOKENS if device == "cuda" else _CPU_SCORE_TOKENS) + longest
+
+
+def scoring_bytes(
+    sizes: ModelSizes, device: Device, dtype: Dtype, tensor_parallel_size: int, longest: int
+) -> dict[str, int]:
+    """Return purpose -> bytes that an engine which scores given tokens needs of one device."""
+    items = engine_bytes(sizes, device, dtype, tensor_parallel_size, max_num_seqs=0)
+    tokens = scoring_cache_tokens(device, longest)
+    items["key-value cache"] = tokens * token_bytes(sizes, dtype, tensor_parallel_size)
+    items["logits"] = SCORE_ROWS * sizes.vocab * _SCORED_LOGIT_BYTES
+    return items
 
 
 def engine_items(

@@ -9,14 +9,17 @@ indices are known once Ray has reserved the devices.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from rlctl.config.errors import UserError
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.machine import Device
+from rlctl.preflight.roles import scoring_roles
 from rlctl.preflight.settled import Settled, SettledGrpo
+from rlctl.preflight.slots import PlacementSlot as PlacementSlot
+from rlctl.preflight.slots import Strategy, count_devices, cut_slots, devices_on, take_slots
 
-Strategy = Literal["pack", "spread"]
 Transport = Literal["shm", "ipc", "broadcast"]
 # Most processes on one machine without GPUs. Its cores set no limit, but each process needs about a gigabyte.
 _MOST_ON_CPU = 256
@@ -55,14 +58,8 @@ class ResourceRequest:
     generator: Strategy = "pack"
     # CPUs per process; used on nodes without GPUs only.
     cpus_per_process: float = 1.0
-
-
-@dataclass(frozen=True)
-class PlacementSlot:
-    """Node and devices of one process. node: index into `Placement.nodes`. devices: empty on a CPU."""
-
-    node: int = 0
-    devices: tuple[int, ...] = ()
+    # Number of GPUs of each engine that scores with a frozen model. They share no GPU.
+    scoring: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,26 +78,33 @@ class Placement:
     cpus_per_process: float = 1.0
     # True if the run is on several nodes with equal shares of ranks and engines.
     by_node: bool = False
+    # Slot of each engine that scores with a frozen model, in the order of `ResourceRequest.scoring`.
+    scoring: tuple[PlacementSlot, ...] = ()
+
+    @property
+    def slots(self) -> list[PlacementSlot]:
+        """Slots of all processes."""
+        return self.trainers + self.engines + list(self.scoring)
 
     @property
     def trainer_devices(self) -> int:
         """Number of devices that train (CPU: a node counts as one device)."""
-        return _count_devices(self.trainers)
+        return count_devices(self.trainers)
 
     @property
     def generator_devices(self) -> int:
         """Number of devices that generate."""
-        return _count_devices(self.engines)
+        return count_devices(self.engines)
 
     @property
     def all_devices(self) -> int:
         """Number of distinct devices in use."""
-        return _count_devices([*self.trainers, *self.engines])
+        return count_devices(self.slots)
 
     @property
     def used_nodes(self) -> list[int]:
         """Indices of the nodes that have processes."""
-        return sorted({slot.node for slot in self.trainers + self.engines})
+        return sorted({slot.node for slot in self.slots})
 
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
@@ -120,15 +124,18 @@ class Placement:
 
     def peer_devices(self, slot: PlacementSlot) -> tuple[int, ...]:
         """Return the devices of trainer ranks on the slot's node that are not the slot's own."""
-        return tuple(sorted(_devices_on(slot.node, self.trainers) - set(slot.devices)))
+        return tuple(sorted(devices_on(slot.node, self.trainers) - set(slot.devices)))
 
     def gpus_on(self, node: int) -> int:
         """Return the number of GPUs to reserve on a node."""
-        return len(_devices_on(node, self.trainers + self.engines))
+        return len(devices_on(node, self.slots))
 
     def cpus_on(self, node: int) -> float:
         """Return the number of CPUs to reserve on a node; 0 in a run on GPUs."""
-        return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.processes_on(node))
+        if self.device == "cuda":
+            return 0.0
+        scoring = sum(slot.node == node for slot in self.scoring)
+        return self.cpus_per_process * (sum(self.processes_on(node)) + scoring)
 
 
 def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:
@@ -137,10 +144,46 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     Raises PlacementError, with the arithmetic, if the processes do not fit.
     """
     device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
+    placement = _place_run(nodes, resources, device)
+    if not resources.scoring:
+        return placement
+    return replace(placement, scoring=_place_scoring(nodes, resources, placement))
+
+
+def _place_scoring(
+    nodes: Sequence[NodeResources], resources: ResourceRequest, placement: Placement
+) -> tuple[PlacementSlot, ...]:
+    """Return slots of the engines that score, on devices that the run does not use otherwise."""
+    is_cpu = placement.device == "cpu"
+    free_devices = []
+    for index, node in enumerate(nodes):
+        taken = devices_on(index, placement.trainers + placement.engines)
+        count = node.gpus
+        if is_cpu:
+            count = _cpu_processes(node, resources.cpus_per_process) - sum(placement.processes_on(index))
+        free_devices.append([device for device in range(count) if device not in taken])
+    slots: list[PlacementSlot] = []
+    for size in resources.scoring:
+        taken_slots = take_slots(free_devices, 1, size=1 if is_cpu else size, strategy="pack")
+        if taken_slots is None:
+            needed = f"{len(resources.scoring)} CPUs" if is_cpu else f"{sum(resources.scoring)} GPUs"
+            room = _describe_free_gpus(nodes)
+            problem = f"{needed} needed for engines that score with a teacher, besides those of the run"
+            raise PlacementError(f"{problem}; {room}; place=swapped or resident needs none")
+        slots += [PlacementSlot(slot.node) for slot in taken_slots] if is_cpu else taken_slots
+    return tuple(slots)
+
+
+def _cpu_processes(node: NodeResources, cpus_per_process: float) -> int:
+    """Return how many processes a node without GPUs has CPUs for."""
+    return _MOST_ON_CPU if node.cpus is None else int(node.cpus / cpus_per_process + 1e-6)
+
+
+def _place_run(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> Placement:
+    """Return a slot for every rank and every engine that samples."""
     slot_counts = [node.gpus for node in nodes]
     if device == "cpu":
-        cpus = resources.cpus_per_process
-        slot_counts = [_MOST_ON_CPU if node.cpus is None else int(node.cpus / cpus + 1e-6) for node in nodes]
+        slot_counts = [_cpu_processes(node, resources.cpus_per_process) for node in nodes]
     free_devices = [list(range(count)) for count in slot_counts]
     names = tuple(node.name for node in nodes)
     takes_turns = resources.colocated and device == "cuda"
@@ -159,11 +202,11 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
     # `_take_slots` removes devices from its list. Unless trainer and engines take turns, both calls use the same list
     # on purpose.
     engine_devices = [list(devices) for devices in free_devices] if takes_turns else free_devices
-    trainers = _take_slots(free_devices, resources.ranks, size=1, strategy=resources.trainer)
+    trainers = take_slots(free_devices, resources.ranks, size=1, strategy=resources.trainer)
     if trainers is None:
         raise PlacementError(_describe_lack(nodes, resources, device))
     size = resources.tensor_parallel_size if device == "cuda" else 1
-    engines = _take_slots(engine_devices, resources.engines, size=size, strategy=resources.generator)
+    engines = take_slots(engine_devices, resources.engines, size=size, strategy=resources.generator)
     if engines is None:
         raise PlacementError(_describe_lack(nodes, resources, device))
     # Ranks of a node get consecutive numbers, even if they were spread.
@@ -209,12 +252,14 @@ def requested_resources(settled: Settled) -> ResourceRequest:
     )
     if sampling is None:
         return request
+    roles = scoring_roles(settled.grpo.config) if settled.grpo else ()
     return replace(
         request,
         engines=sampling.config.generation.num_engines,
         tensor_parallel_size=sampling.config.generation.tensor_parallel_size,
         colocated=sampling.is_colocated,
         generator=sampling.config.placement.generator,
+        scoring=tuple(chain.from_iterable([role.tensor_parallel_size] * role.num_engines for role in roles)),
     )
 
 
@@ -315,8 +360,8 @@ def _place_equal_shares(
                 engines += [PlacementSlot(node)] * node_engines
             else:
                 # Ranks and engines get the same devices, on which they take turns.
-                trainers += _cut_slots(node, free_devices[node], node_ranks, size=1)
-                engines += _cut_slots(node, free_devices[node], node_engines, size=size)
+                trainers += cut_slots(node, free_devices[node], node_ranks, size=1)
+                engines += cut_slots(node, free_devices[node], node_engines, size=size)
         return Placement(
             device=device,
             trainers=trainers,
@@ -327,10 +372,6 @@ def _place_equal_shares(
             by_node=count > 1,
         )
     return None
-
-
-def _cut_slots(node: int, devices: list[int], count: int, size: int) -> list[PlacementSlot]:
-    return [PlacementSlot(node, tuple(devices[index * size : (index + 1) * size])) for index in range(count)]
 
 
 def _needed_gpus(resources: ResourceRequest) -> int:
@@ -353,44 +394,6 @@ def _describe_unequal(nodes: Sequence[NodeResources], resources: ResourceRequest
     engines = f"{resources.engines} engines x {resources.tensor_parallel_size}"
     problem = f"{resources.ranks} trainer ranks and {engines} share GPUs (placement.colocated), but not in equal parts"
     return f"{problem} on nodes with room; {_describe_free_gpus(nodes)}"
-
-
-def _take_slots(free_devices: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
-    """Remove `count` slots of `size` devices from `free_devices` and return them; None if there are too few."""
-    slots: list[PlacementSlot] = []
-    all_nodes = range(len(free_devices))
-    taken_slots = [0] * len(free_devices)
-    # To pack, prefer the first node that holds all slots; else fill the nodes with most room first.
-    sufficient = [node for node in all_nodes if len(free_devices[node]) // size >= count]
-    packing_order = sufficient[:1] or sorted(all_nodes, key=lambda node: -(len(free_devices[node]) // size))
-    for _ in range(count):
-        if strategy == "spread":
-            order = sorted(all_nodes, key=lambda node: taken_slots[node])
-        else:
-            order = packing_order
-        node = next((node for node in order if len(free_devices[node]) >= size), None)
-        if node is None:
-            return None
-        taken_slots[node] += 1
-        slots.append(PlacementSlot(node, tuple(free_devices[node][:size])))
-        del free_devices[node][:size]
-    return slots
-
-
-def _devices_on(node: int, slots: Sequence[PlacementSlot]) -> set[int]:
-    devices: set[int] = set()
-    for slot in slots:
-        if slot.node == node:
-            devices.update(slot.devices)
-    return devices
-
-
-def _count_devices(slots: Sequence[PlacementSlot]) -> int:
-    devices: set[tuple[int, int]] = set()
-    for slot in slots:
-        devices.update((slot.node, index) for index in slot.devices)
-    nodes = {slot.node for slot in slots}
-    return max(1, len(devices) or len(nodes))
 
 
 def _describe_lack(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:

@@ -160,8 +160,14 @@ def make_plan(
         refit=refit_bytes(facts, sampling.generation_dtype, settled.adapters) if facts and sampling else None,
         refit_way=refit_route,
         chosen=settled.choices,
-        notes=[*_plan_notes(settled, schedule, memory), *crowding_notes(settled, cores)],
+        notes=_plan_notes(settled, schedule, memory) + _scoring_notes(settled) + crowding_notes(settled, cores),
     )
+
+
+def _scoring_notes(settled: Settled) -> list[str]:
+    """Return a note for each role on engines: its devices, and the bytes of each."""
+    roles = settled.placed_roles.values()
+    return [f"{role.name} on engines: {role.reason}" for role in roles if role.place == "engines"]
 
 
 def forecast(settled: Settled, placement: Placement | None = None) -> Memory | None:

@@ -22,7 +22,8 @@ from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.backend import FLOAT32, backend_of
 from rlctl.preflight.declared_columns import HeldRole, Role, RolePlace, read_columns, roles_by_column
 from rlctl.preflight.machine import Device
-from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, TeacherUse, TrainerSettings
+from rlctl.preflight.memory import scoring_bytes
+from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
 
 REFERENCE: Role = "reference"
 TEACHER: Role = "teacher"
@@ -43,6 +44,9 @@ class WrittenRole:
     # Folder or hub name of an adapter over `path`.
     lora: str | None
     place: Place
+    # Number of engines that score, and GPUs of each, if the place is engines.
+    num_engines: int = 1
+    tensor_parallel_size: int = 1
 
     @property
     def weights(self) -> str | None:
@@ -89,7 +93,14 @@ def written_roles(config: GrpoConfig) -> dict[Role, WrittenRole]:
     if config.teacher is not None:
         sections[TEACHER] = config.teacher
     for name, section in sections.items():
-        roles[name] = WrittenRole(name, section.path, lora=section.lora, place=section.place)
+        roles[name] = WrittenRole(
+            name=name,
+            path=section.path,
+            lora=section.lora,
+            place=section.place,
+            num_engines=section.num_engines,
+            tensor_parallel_size=section.tensor_parallel_size,
+        )
     return roles
 
 
@@ -148,6 +159,8 @@ class Room:
     capacity: int | None
     # Bytes that the policy's states and an awake engine take.
     taken: int
+    # Tokens of the longest sequence.
+    longest: int
 
 
 def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
@@ -188,6 +201,8 @@ def _place_role(
     """Return the role with its place: the written one, else the faster of the two that fit."""
     if trainer.teacher and role.name == TEACHER:
         return _place_distilled(trainer.teacher, facts, policy, trainer, room.device)
+    if role.place == "engines":
+        return _place_on_engines(role, facts.sizes or policy, trainer.dtype, room)
     if facts.is_first and role.place != "resident":
         return _place_first(role, policy, trainer, room.device)
     size = DTYPE_BYTES[trainer.dtype]
@@ -242,6 +257,27 @@ def _place_distilled(
     side_bytes = teacher.update_tokens * teacher.token_bytes
     reason = f"{swap_s:.2g} s of copies an update, and up to {_gib(side_bytes)} of its states wait for the losses"
     return PlacedRole(TEACHER, "swapped", reason, HeldRole(TEACHER, rank_bytes, is_resident=False))
+
+
+def scoring_roles(config: GrpoConfig) -> tuple[WrittenRole, ...]:
+    """Return the roles that engines of their own score, in the order of their engines."""
+    written = written_roles(config)
+    return tuple(written[name] for name in read_roles(config) if name in written and written[name].place == "engines")
+
+
+def _place_on_engines(role: WrittenRole, sizes: ModelSizes, dtype: Dtype, room: Room) -> PlacedRole:
+    """Return the role on engines, with the bytes of each device. The role takes nothing of a trainer's device."""
+    items = scoring_bytes(sizes, room.device, dtype, role.tensor_parallel_size, room.longest)
+    arithmetic = ", ".join(f"{purpose} {_gib(count)}" for purpose, count in items.items())
+    devices = role.num_engines * role.tensor_parallel_size
+    where = f"{devices} GPUs of its own, each with {arithmetic}" if room.device == "cuda" else arithmetic
+    placed = PlacedRole(role.name, "engines", where, held=None)
+    usable = None if room.capacity is None or room.device == "cpu" else int(_USABLE * room.capacity)
+    needed = sum(items.values())
+    if usable is None or needed <= usable:
+        return placed
+    problem = f"takes {_gib(needed)} of each GPU of its engines ({arithmetic}), of {_gib(usable)} usable"
+    return replace(placed, problem=f"{problem}: a larger {role.name}.tensor_parallel_size takes less")
 
 
 def _place_first(role: WrittenRole, policy: ModelSizes, trainer: TrainerSettings, device: Device) -> PlacedRole:

@@ -305,7 +305,7 @@ class SettledGrpo(Settled):
         taken = sum(state.device for state in states["log_probs"].values())
         if self.shares_devices and not self.generation.sleep:
             taken += int(self.generation.gpu_memory_utilization * (self.machine.memory or 0))
-        room = Room(self.device, self.machine.memory, taken)
+        room = Room(self.device, self.machine.memory, taken, self.max_length)
         return place_roles(self.config, self.role_facts, policy=self.facts, trainer=self.trainer, room=room)
 
     @derived

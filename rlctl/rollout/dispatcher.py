@@ -32,7 +32,7 @@ from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
 from rlctl.generation.engine import EngineStats
 from rlctl.generation.generator_pool import GeneratorPool
-from rlctl.generation.requests import Completion, RolloutId, TurnRequest
+from rlctl.generation.requests import Completion, RolloutId, ScoreRequest, TurnRequest
 from rlctl.rollout.engine_queue import EngineQueue, EngineStatus, SubmittedTurn
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.turn_placement import TurnPlacement
@@ -97,8 +97,10 @@ class RolloutDispatcher:
 
     # On the event loop.
 
-    async def sample_turn(self, request: TurnRequest, *, ahead: bool = False, turns_follow: bool = False) -> Completion:
-        """Sample a turn. Turns submitted in one iteration of the event loop are placed together.
+    async def sample_turn(
+        self, request: TurnRequest | ScoreRequest, *, ahead: bool = False, turns_follow: bool = False
+    ) -> Completion:
+        """Sample a turn, or score given tokens if the engines score. Turns of one loop iteration are placed together.
 
         ahead: the turn goes before all PENDING ones except later turns. turns_follow: the rollout may have further
         turns, until `finish`. Raises RuntimeError while the engines are asleep. A cancelled call ends when the engine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.generation.engine import ENOUGH, GATHER_MOST_S, Engine, EngineStats, FinishedTurns
-from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, RolloutId, ScoreRequest, TurnRequest
 from rlctl.utils.event_loop import EventLoop, wait_until_set
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
@@ -24,7 +24,7 @@ class SubmittedTurn:
     """One turn without an answer. It is PENDING while `queue` is None, then SAMPLING, and ABORTING once `stopped` is
     set."""
 
-    request: TurnRequest
+    request: TurnRequest | ScoreRequest
     # Cancelled when no player waits for the answer any more.
     answer: "asyncio.Future[Completion]"
     # True if the turn goes before all other turns that wait for an engine.
@@ -107,9 +107,11 @@ class EngineQueue:
         for turn in turns:
             turn.queue = self
             self.turns[turn.request.id] = turn
-            self.load += turn.request.max_new_tokens
+            self.load += _most_tokens(turn.request)
         self.last_step = self._events.now()
-        self._queue_order(Engine.submit, [turn.request for turn in turns])
+        # The engines of a pool either sample or score.
+        order: Order = Engine.score if isinstance(turns[0].request, ScoreRequest) else Engine.submit
+        self._queue_order(order, [turn.request for turn in turns])
 
     async def abort(self, turn: SubmittedTurn) -> None:
         """Stop sampling a turn; return when the engine has confirmed the abort, or is lost."""
@@ -252,7 +254,12 @@ class EngineQueue:
     def _remove_turn(self, turn: SubmittedTurn) -> None:
         """Remove a turn after its answer, or after its abort was confirmed."""
         del self.turns[turn.request.id]
-        self.load -= turn.request.max_new_tokens
+        self.load -= _most_tokens(turn.request)
         turn.queue = None
         if turn.stopped and not turn.stopped.done():
             turn.stopped.set_result(None)
+
+
+def _most_tokens(request: TurnRequest | ScoreRequest) -> int:
+    """Return the load of a request: the most tokens that an engine samples for it, or the tokens that it scores."""
+    return len(request.tokens) if isinstance(request, ScoreRequest) else request.max_new_tokens

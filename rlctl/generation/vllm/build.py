@@ -10,7 +10,8 @@ from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, short
 from rlctl.generation.vllm.registry_answer import backend_note, refusal
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
-from rlctl.preflight.engines.vllm import SCORE_BATCH_TOKENS, VllmOptions
+from rlctl.preflight.engines.vllm import VllmOptions
+from rlctl.preflight.memory import SCORE_BATCH_TOKENS
 
 # Fields of `EngineSpec` that are passed to vLLM unchanged.
 _FIELDS = (

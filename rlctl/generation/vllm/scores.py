@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.generation.requests import TOP_IDS, TOP_LOG_PROBS, ScoreRequest
-from rlctl.preflight.engines.vllm import SCORE_ROWS
+from rlctl.preflight.memory import SCORE_ROWS
 
 # Calls a method of `RefitWorker` on all workers; returns their answers.
 CallWorkers = Callable[..., list[Any]]

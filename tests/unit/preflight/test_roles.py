@@ -144,3 +144,27 @@ def test_another_tokenizer_is_refused_with_the_token(home: Path) -> None:
     file.write_text(json.dumps(raw))
     [problem] = problems(TERM, "teacher.path=wide")
     assert problem.startswith("teacher.path: another tokenizer than the policy's: token '")
+
+
+def test_a_teacher_on_engines_has_devices_of_its_own_or_the_arithmetic_says_why_not(home: Path) -> None:
+    engines = ("teacher.path=wide", "teacher.place=engines", "placement.colocated=true")
+    roomy = place(*engines, device="cuda", memory=80 * GIB)
+    assert roomy.place == "engines" and roomy.held is None and roomy.problem is None
+    assert "1 GPUs of its own, each with weights" in roomy.reason and "key-value cache" in roomy.reason
+    tight = place(*engines, device="cuda", memory=2 * GIB)
+    assert tight.problem and "of 1.8 GiB usable: a larger teacher.tensor_parallel_size takes less" in tight.problem
+    run = load("grpo", "grpo.recipe.yaml", [TERM, *engines, "teacher.num_engines=2"]).settled
+    on_gpus = run.settle_on(RunMachine("cuda", 80 * GIB), run.facts)
+    plan = make_plan(on_gpus, this_machine(4))
+    assert plan.placement
+    taken = {slot.devices for slot in [*plan.placement.trainers, *plan.placement.engines]}
+    scoring = {slot.devices for slot in plan.placement.scoring}
+    assert len(scoring) == 2 and not scoring & taken
+    assert any("teacher on engines: 2 GPUs of its own" in note for note in plan.notes)
+    lacking = make_plan(on_gpus, this_machine(len(taken) + 1))
+    assert lacking.misplaced and "2 GPUs needed for engines that score with a teacher" in lacking.misplaced
+    on_cpu = make_plan(run.settle_on(RunMachine("cpu"), run.facts), this_machine(0))
+    assert on_cpu.placement and len(on_cpu.placement.scoring) == 2
+    refused = problems(TERM, "teacher.path=twin", "reference={path: twin, place: engines}")
+    only_teachers = "must be auto, swapped or resident: engines score teachers alone, not the reference"
+    assert refused == [f"reference.place: {only_teachers}"]
