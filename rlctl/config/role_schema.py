@@ -16,7 +16,15 @@ _PLACE = (
 
 
 @dataclass(frozen=True)
-class ReferenceSection:
+class RoleSection:
+    """Keys of every role besides the policy. A section of a run that is one makes a role of its name."""
+
+    path: str | None = spec("The model.", path="model")
+    place: Place = spec(f"The place of its weights. {_PLACE}")
+
+
+@dataclass(frozen=True)
+class ReferenceSection(RoleSection):
     path: str | None = spec(
         "The model of the KL term: a Hugging Face folder or hub name, an adapter, or a run. null is the policy's first "
         "weights.",
@@ -26,7 +34,7 @@ class ReferenceSection:
 
 
 @dataclass(frozen=True)
-class TeacherSection:
+class TeacherSection(RoleSection):
     path: str | None = spec(
         "The teacher: a Hugging Face folder or hub name, an adapter, or a run. null is the base that lora names.",
         path="model",

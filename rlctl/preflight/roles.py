@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.config.role_schema import Place
+from rlctl.config.role_schema import Place, RoleSection, TeacherSection
 from rlctl.config.run_weights import local_adapter
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.adapter_folder import read_spec
@@ -25,7 +25,6 @@ from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
 
-REFERENCE: Role = "reference"
 TEACHER: Role = "teacher"
 # Share of a device's memory that the states of a pass may fill, as in `choices.USABLE`.
 _USABLE = 0.88
@@ -87,20 +86,18 @@ class PlacedRole:
 
 def written_roles(config: GrpoConfig) -> dict[Role, WrittenRole]:
     """Return the roles that the config has a model for, by name."""
-    reference = config.reference
-    roles = {REFERENCE: WrittenRole(REFERENCE, reference.path, lora=None, place=reference.place)}
-    sections = {f"teachers.{name}": section for name, section in config.teachers.items()}
-    if config.teacher is not None:
-        sections[TEACHER] = config.teacher
+    sections = {name: section for name, section in vars(config).items() if isinstance(section, RoleSection)}
+    sections |= {f"teachers.{name}": section for name, section in config.teachers.items()}
+    roles = {}
     for name, section in sections.items():
-        roles[name] = WrittenRole(
-            name=name,
-            path=section.path,
-            lora=section.lora,
-            place=section.place,
-            num_engines=section.num_engines,
-            tensor_parallel_size=section.tensor_parallel_size,
-        )
+        roles[name] = WrittenRole(name, section.path, lora=None, place=section.place)
+        if isinstance(section, TeacherSection):
+            roles[name] = replace(
+                roles[name],
+                lora=section.lora,
+                num_engines=section.num_engines,
+                tensor_parallel_size=section.tensor_parallel_size,
+            )
     return roles
 
 

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 
 from rlctl.config.errors import ConfigError
+from rlctl.config.role_schema import RoleSection
 from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.declared_columns import COLUMNS, Column
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.roles import PlacedRole
 from tests.unit import folders
+from tests.unit.preflight.test_combinations import ADVANTAGE
 
 GIB = 1 << 30
 TERM = "grpo.loss.distillation={}"
@@ -84,6 +87,19 @@ def test_the_policys_first_weights_are_swapped_or_the_base_below_adapters(home: 
     assert first.place == "swapped" and not first.is_chosen
     assert place(*kl, "lora={}", role="reference").held is None
     assert place(*kl, "reference.path=wide", role="reference").place == "resident"
+
+
+def test_a_further_role_is_a_section_and_a_column(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs a line of `config/schema.py` and one of `declared_columns.py`, besides a section with further keys."""
+    monkeypatch.setitem(COLUMNS, "judge_log_prob", Column("judge_log_prob", role="judge"))
+    (home / "mine.py").write_text(ADVANTAGE.format(("judge_log_prob",)))
+    settled = load("grpo", "grpo.recipe.yaml", ["grpo.advantage=mine.py:Mine"]).settled
+    settled.config.judge = RoleSection(path="wide", place="auto")  # type: ignore[attr-defined]
+    settled = settled.settle_on(RunMachine("cpu"), settled.facts)
+    assert settled.computed_columns == {"judge_log_prob": "judge"} and settled.frozen_roles == ("judge",)
+    placed = settled.placed_roles["judge"]
+    assert placed.place == "resident" and placed.held and placed.held.name == "judge"
+    assert [choice.key for choice in settled.choices if choice.key.endswith("place")] == ["judge.place"]
 
 
 def test_a_dry_settling_without_sizes_places_nothing(home: Path) -> None:
