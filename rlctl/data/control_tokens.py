@@ -192,6 +192,7 @@ class ControlTokens:
         """
         if not isinstance(role, str) or role in _ROLE_NAMES or not role:
             return self.mark_all(role)
+        # A template cannot make an added token of a plain word that is a part of none.
         if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):
             return role
         return _MARK + _MARK.join(role.replace(_ESCAPE, "")) + _MARK

@@ -156,9 +156,9 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     rows = load_rows(section)
     sft = config.sft
     needs_answer = config.needs_answers
-    thinks = sft is not None and may_open_thinking(config)
-    # One row for each shape of chat that a template may refuse. A shape is the first role, the order of the roles, if
-    # all messages are empty, and if every answer has thinking.
+    may_need_thinking = sft is not None and may_open_thinking(config)
+    # One row for each shape of chat that a template may refuse. A shape is the first role, the pairs of roles that
+    # follow each other, the last role, if a message has text, and if every answer has thinking.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
         if not config.needs_prompts:
@@ -166,12 +166,13 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
             question(row, section, needs_answer=needs_answer, needs_prompt=False)
             continue
         messages = conversation(row, section) if sft else question(row, section, needs_answer=needs_answer)[0]
-        if thinks or not is_plain(messages):
+        if may_need_thinking or not is_plain(messages):
             roles = [message["role"] for message in messages]
             has_text = any(message["content"] for message in messages)
             answers = [message["content"] for message in messages if message["role"] == "assistant"]
             has_thinking = all("</think>" in answer for answer in answers)
-            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], has_text, has_thinking), row)
+            shape = (roles[0], frozenset(pairwise(roles)), roles[-1], has_text, has_thinking)
+            unusual.setdefault(shape, row)
     is_local = Path(config.model.tokenizer or chat_folder(config.model.path)).is_dir()
     if config.data.system_prompt is not None and is_local:
         # This raises DataError for a template that leaves out the system prompt.

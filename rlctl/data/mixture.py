@@ -30,6 +30,7 @@ def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
     sources = config.data.train.sources
     seed = config.run.seed
     row_counts = Counter(row.source for row in rows)
+    # Rows of the section data.validation belong to no source.
     if not sources or not all(row_counts[name] for name in sources):
         return Cursor(len(rows), seed, config.data.shuffle)
     weights = [section.weight for section in sources.values()]

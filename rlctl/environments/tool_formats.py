@@ -139,16 +139,16 @@ def _find_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
     calls: list[FoundCall] = []
     mark = _MISTRAL_MARK.search(text)
     while mark:
-        following = _MISTRAL_MARK.search(text, mark.end())
+        next_mark = _MISTRAL_MARK.search(text, mark.end())
         head = _MISTRAL_HEAD.match(text, mark.end())
         name = head[1].strip() if head else ""
         value, end = _decode_json(text, head.end() if head and name else mark.end())
         if isinstance(value, MalformedCall) and not name:
-            segment_end = following.start() if following else len(text)
+            segment_end = next_mark.start() if next_mark else len(text)
             value, end = _find_list(text, mark.end(), segment_end) or (value, segment_end)
         if isinstance(value, MalformedCall):
-            calls.append(FoundCall(value, mark.start(), following.start() if following else len(text)))
-            mark = following
+            calls.append(FoundCall(value, mark.start(), next_mark.start() if next_mark else len(text)))
+            mark = next_mark
             continue
         if name and isinstance(value, dict):
             value = {"name": name, "arguments": convert_arguments(value, parameters.get(name, {}))}

@@ -79,6 +79,7 @@ def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | N
     """
     if takes_environments(function):
         raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
+    # As in TRL, a function gets messages if the prompt is a chat, else texts.
     prompt: object = item.prompt_messages or item.prompt
     completion: object = item.completion_messages if item.prompt_messages else item.completion
     with _as_reward_errors():

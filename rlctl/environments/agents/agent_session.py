@@ -276,6 +276,7 @@ class AgentSession:
         try:
             request = self._add_history(request)
             place = await self._call_by_size(partial(self._history.place, request), request.size)
+            # The session may have been sealed while a thread placed the request.
             self._refuse_if_over()
         except RefusedError:
             self.counts["refused"] += 1

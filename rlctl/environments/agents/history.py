@@ -179,13 +179,13 @@ class SessionHistory:
         if (length := sum(map(len, added_keys))) > MAX_NEW:
             raise RefusedError(f"the new messages have {length:,} characters as JSON, and at most {MAX_NEW:,} are read")
         tokens = self._following_tokens(chat, turn, added, tools) if turn else self._opening_tokens(chat, added, tools)
-        common, nearest = self._nearest_request(keys)
+        num_shared, nearest_keys = self._nearest_request(keys)
         rewritten = ""
         # Each assistant's message should be a turn of this session, so one behind the known turn was rewritten.
         if self._turns and (turn is None or any(message["role"] == "assistant" for message in added)):
-            rewritten = _describe_difference(keys, nearest, common)
+            rewritten = _describe_difference(keys, nearest_keys, num_shared)
         # keys[0] is of the tools. At least 1 for a repeated request, because `keys[-0:]` would be all keys.
-        new_count = len(added) if turn else max(1, len(keys) - max(common, 1))
+        new_count = len(added) if turn else max(1, len(keys) - max(num_shared, 1))
         return PlacedRequest(
             after=turn.number if turn else None,
             tokens=tokens,
