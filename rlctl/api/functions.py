@@ -81,7 +81,7 @@ def check(
     with TemporaryDirectory(prefix="rlctl-objects-") as folder:
         texts = texts_of(overrides, lambda: Path(folder))
         try:
-            prepared = prepare(RunRequest(None, str(recipe), texts), "checked")
+            prepared = prepare(RunRequest(kind=None, recipe=str(recipe), overrides=texts), "checked")
             prepared.try_first_rows()
             prepared.try_users_code(rewards=try_rewards, environments=try_environments)
         except ModuleNotFoundError as error:
@@ -203,6 +203,7 @@ def _raise_end(call: Call, code: int) -> None:
     if not reason and code < 0:
         reason = f"its process was ended by {Signals(-code).name}"
     elif not reason and code == 0:
+        # Ctrl-C came after the last step: the run is done, and the caller still gets Interrupted.
         reason = "Ctrl-C, as it was done"
     reason = reason or call.last_line or f"its process ended with exit code {code}"
     if code == _INTERRUPTED or call.is_interrupted:

@@ -65,6 +65,7 @@ def _plain(value: object, folder: Callable[[], Path], key: str) -> object:
     if _are_rows(value):
         if _ROWS_KEY.fullmatch(key):
             return str(_write_rows(value, folder))
+        # The key is the section of a data set, which has its rows in `path`.
         if _ROWS_KEY.fullmatch(f"{key}.path"):
             raise TypeError(f"is a section: rows go to {key}.path")
     if isinstance(value, list | tuple):

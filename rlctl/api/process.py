@@ -84,7 +84,10 @@ class Call:
     def _follow(
         self, process: subprocess.Popen[bytes], streams: selectors.BaseSelector, on_look: Callable[[], None]
     ) -> None:
-        """Read the streams until the process has ended. Their end may never come: a left process may keep them open."""
+        """Read the streams until the process has ended and no bytes are left.
+
+        The end of a stream is not awaited: a process that the run left behind may keep the stream open.
+        """
         next_look = 0.0
         while True:
             try:
@@ -106,6 +109,7 @@ class Call:
     def _read_streams(self, streams: selectors.BaseSelector, timeout_s: float) -> bool:
         """Read the available bytes, and handle whole lines. Return True if there were any bytes."""
         has_read = False
+        # Both streams have ended, the process has not.
         if not streams.get_map():
             time.sleep(timeout_s)
         for key, _ in streams.select(timeout_s):

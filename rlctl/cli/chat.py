@@ -206,8 +206,7 @@ def _show_message(message: "Message") -> None:
 def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
     """Return the environment that --tools names; None without --tools.
 
-    An environment that the run plays gets the arguments that the run gives it.
-    Raises ConfigError if the name cannot be loaded.
+    The spec of the run's own environment has the run's arguments. Raises ConfigError if the name cannot be loaded.
     """
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec

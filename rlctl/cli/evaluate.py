@@ -100,7 +100,7 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
     added_overrides = ["telemetry.trackers=[]", "run.name=null"]
     composed = load_measured(
         recipe or str(answers.config),
-        own_overrides=added_overrides,
+        command_overrides=added_overrides,
         overrides=overrides,
         is_own=recipe is None,
         remedy=remedy,

@@ -51,20 +51,21 @@ _ENTRIES = {"teachers": "teacher"}
 _NAME_SECTIONS = ("agent",)
 
 
-def compose(recipe: Path, overrides: list[str], within: str = "", added: Sequence[str] = ()) -> ConfigNode:
+def compose(recipe: Path, overrides: list[str], within: str = "", command_overrides: Sequence[str] = ()) -> ConfigNode:
     """Return the merged tree of the file `recipe` and the overrides, with references filled in.
 
-    within: dotted key of a whole config inside the file; that config is returned. added: overrides that a command adds
-    before the user's. Raises ConfigError for a missing parent, unreadable YAML, or a malformed override or reference.
+    within: dotted key of a whole config inside the file; that config is returned. command_overrides: overrides
+    that the command itself adds, applied before the user's. Raises ConfigError for a missing parent, unreadable YAML,
+    or a malformed override or reference.
     """
-    override_origins = [Origin(text=text) for text in added]
+    override_origins = [Origin(text=text) for text in command_overrides]
     override_origins += [Origin(override=number, text=text) for number, text in enumerate(overrides, start=1)]
-    root = _load_validation_recipe(_add_defaults(_inherit(recipe, (), {})))
+    root = _load_validation_recipe(_add_defaults(_inherit(recipe, heirs=(), roots={})))
     if within:
         inner_config = node_at(root, within.split("."))
         assert inner_config is not None, f"{recipe} has no {within}"
         root = inner_config
-    root = _apply(root, override_origins)
+    root = _apply_overrides(root, override_origins)
     recipe_node = node_at(root, _RECIPE_PATH)
     if recipe_node is None or not isinstance(recipe_node.value, dict):
         return interpolate(root)
@@ -181,7 +182,7 @@ def _load_validation_recipe(root: ConfigNode) -> ConfigNode:
         if file is None:
             hint = did_you_mean(Path(name).stem, recipe_names()) or "; see `rlctl recipes list`"
             raise ConfigError([Problem(str(node.origin), RECIPE, f"no such recipe or file: {node.value}{hint}")])
-        root = put(root, _RECIPE_PATH, _add_defaults(_inherit(file, (), {})))
+        root = put(root, _RECIPE_PATH, _add_defaults(_inherit(file, heirs=(), roots={})))
     recipe_kind = node_at(root, [*_RECIPE_PATH, "kind"])
     if recipe_kind is None or recipe_kind.value != "grpo":
         actual_kind = f"one for {recipe_kind.value}" if recipe_kind else "none"
@@ -228,7 +229,7 @@ def _restore_null_sections(root: ConfigNode) -> ConfigNode:
     for path in _section_paths(kind.value):
         section = node_at(root, path)
         if section is not None and section.value is None:
-            default = node_at(_inherit(CONFIGS / f"{kind.value}.yaml", (), {}), path)
+            default = node_at(_inherit(CONFIGS / f"{kind.value}.yaml", heirs=(), roots={}), path)
             if default is not None:
                 root = put(root, path, default)
     recipe = node_at(root, _RECIPE_PATH)
@@ -253,10 +254,10 @@ def _parent_names(node: ConfigNode | None) -> list[ConfigNode]:
     return names
 
 
-def _apply(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
+def _apply_overrides(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     problems = []
     overrides = list(_drop_earlier_names(overrides))
-    root = _merge_names(root, overrides)
+    root = _apply_name_overrides(root, overrides)
     # The override of `validation.recipe` is applied before those of the recipe's keys, whatever their order.
     for origin in sorted(overrides, key=lambda override: not override.text.startswith(f"{RECIPE}=")):
         key, equals, value = origin.text.partition("=")
@@ -299,7 +300,7 @@ def _keys_of_override(origin: Origin) -> dict[str, bool]:
     key, equals, value = origin.text.partition("=")
     try:
         node = read_value(value, origin)
-    except ConfigError:  # `_apply` reports the error.
+    except ConfigError:  # `_apply_overrides` reports the error.
         return {}
     if not equals or node.value == {}:
         return {}
@@ -341,15 +342,16 @@ def _drop_earlier_names(overrides: Sequence[Origin]) -> Iterator[Origin]:
         section = key.removesuffix(".name")
         name = None
         if section in NAMED_SECTIONS:
-            with suppress(ConfigError):  # `_apply` reports the error.
+            with suppress(ConfigError):  # `_apply_overrides` reports the error.
                 name_node = node_at(_expand_bare_name(read_value(value, origin)), ["name"])
                 name = name_node.value if name_node else None
+        # In reverse order the first name of a section is the one that the user typed last.
         if name is None or last_names.setdefault(section, name) == name:
             remaining.append(origin)
     yield from reversed(remaining)
 
 
-def _merge_names(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
+def _apply_name_overrides(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     """Return the tree with the `name` overrides of losses, advantages and engines applied.
 
     The other overrides of these sections are applied later, so that the order of overrides does not matter.
@@ -357,7 +359,7 @@ def _merge_names(root: ConfigNode, overrides: list[Origin]) -> ConfigNode:
     for origin in overrides:
         key, _, value = origin.text.partition("=")
         if key.removesuffix(".name") in NAMED_SECTIONS:
-            with suppress(ConfigError):  # `_apply` reports the error.
+            with suppress(ConfigError):  # `_apply_overrides` reports the error.
                 root = _merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))
     return root
 

@@ -65,6 +65,7 @@ class Converter(Generic[T]):
         self.notes: list[str] = []
         # Dotted keys of missing values and sections.
         self.missing: list[str] = []
+        # Folder in which a model is looked up as the name of a run, see `paths.resolve`.
         self._runs: Path | None = None
         # (dotted key, node) of each unknown key.
         self.unknown: list[tuple[str, ConfigNode]] = []
@@ -72,8 +73,8 @@ class Converter(Generic[T]):
 
     def convert(self, root: ConfigNode, key: str = "") -> T:
         """Convert the whole config, or the section `key`. Afterwards `problems` has every mistake."""
-        folder = node_at(root, ["run", "dir"])
-        self._runs = Path(folder.value) if folder and isinstance(folder.value, str) else None
+        runs_node = node_at(root, ["run", "dir"])
+        self._runs = Path(runs_node.value) if runs_node and isinstance(runs_node.value, str) else None
         config: T = self._convert_section([self.kind], self.kind, root, key)
         return config
 
@@ -140,6 +141,7 @@ class Converter(Generic[T]):
             return value
         try:
             path = paths.resolve(value, field.metadata["path"], node.origin, self._runs)
+            # A run or checkpoint resolves to the folder hf/ of its weights, which the user did not type.
             if field.metadata["path"] == "model" and Path(path).name == "hf" != Path(value).name:
                 self.notes.append(f"{key}={value} is {show_path(Path(path))}")
             return path
@@ -214,7 +216,7 @@ class Converter(Generic[T]):
             self._report(node, key, "unknown key")
             return
         is_section = isinstance(node.value, dict)
-        if isinstance(node.value, dict) and not self._known_keys.knows(key, list(node.value)):
+        if isinstance(node.value, dict) and not self._known_keys.answers_whole_section(key, list(node.value)):
             values = list(islice(self._known_keys.iterate_values(node, key), _MAX_UNKNOWN))
             remarks = {
                 name: self._known_keys.remark(name, []) for name, _ in values if self._known_keys.has_remark(name)

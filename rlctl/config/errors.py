@@ -21,6 +21,7 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
+        # The location `override 2: a.b=c` names the key already.
         key = "" if f" {self.key}=" in self.where else self.key
         line = ": ".join(shorten(" ".join(part.split())) for part in (self.where, key, self.what) if part)
         # A command-line argument in another encoding than UTF-8 contains surrogates, which cannot be printed.

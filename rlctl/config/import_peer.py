@@ -207,10 +207,10 @@ class _Importer:
 
     def import_keys(self) -> None:
         """Translate every key of the file."""
-        for key, node, off in self._iterate(self._config.root, ""):
-            row = None if off else _find_row(without_indices(key), self._rows)
-            if off:
-                self.keys.append(ImportedKey(key, node, KeyOutcome.LEFT_OUT, off))
+        for key, node, off_reason in self._iterate(self._config.root, ""):
+            row = None if off_reason else _find_row(without_indices(key), self._rows)
+            if off_reason:
+                self.keys.append(ImportedKey(key, node, KeyOutcome.LEFT_OUT, off_reason))
             elif row is None:
                 self.keys.append(_answer_unknown(key, node))
             elif not row.rlctl_key:
@@ -236,9 +236,10 @@ class _Importer:
             *self._render_values(),
         ]
         to_do = [f"# - defaults: {name} is not beside {file.name}: its values are not here" for name in missing_parents]
-        always = _ALWAYS.get((self.tool, self.kind))
-        if always and always[0] not in self._assignments:
-            to_do.append(f"# - {always[0]}: {always[1]}")
+        if (self.tool, self.kind) in _ALWAYS:
+            key_to_decide, remark = _ALWAYS[self.tool, self.kind]
+            if key_to_decide not in self._assignments:
+                to_do.append(f"# - {key_to_decide}: {remark}")
         keys_with_value = [key for key in self.keys if key.reason != _EMPTY]
         comments: dict[KeyOutcome, list[str]] = {outcome: [] for outcome in KeyOutcome}
         for key in keys_with_value:
@@ -294,6 +295,7 @@ class _Importer:
         except TranslationError as error:
             self.keys.append(ImportedKey(key, node, KeyOutcome.TO_DO, f"{' or '.join(keys)}: {error}"))
             return
+        # Null there means the tool's default. A key of rlctl that takes no null keeps its own default.
         values = {name: value for name, value in values.items() if value is not None or self._takes_null(name)}
         if not values:
             reason = f"{row.rlctl_key}: {row.note or 'the default, where theirs is null'}"

@@ -9,8 +9,10 @@ from dataclasses import replace
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.provenance import MISSING, ConfigNode, children, leaves, node_at, plain
 
+# `\${` with an odd number of backslashes, which is text and no reference.
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
+# Character that stands in a text for a reference that was read already. No config has it: it is for private use.
 _FILLED = "\ue000"
 # Text of OmegaConf's error for a missing variable.
 _NO_VARIABLE = re.compile(r"Environment variable '([^']*)' not found")
@@ -34,6 +36,7 @@ def interpolate(root: ConfigNode) -> ConfigNode:
     for key, node in marked:
         try:
             walk.reads_environment(key, node)
+            # Raises for a text that OmegaConf cannot parse.
             OmegaConf.create([node.value])
         except errors as error:
             problems.append(_describe_error(key, node, error))

@@ -178,6 +178,7 @@ def _section_tables(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode]
     sections_by_name = {key: _sections_by_name(field) for key, field in first_fields.items()}
     named_keys = [key for key, sections in sections_by_name.items() if sections]
     for key, field in first_fields.items():
+        # The keys of a section by name are in the tables of `_tables_by_name`.
         if any(key.startswith((f"{named_key}.", f"{named_key}.N.")) for named_key in named_keys):
             continue
         section = key.rpartition(".")[0]
@@ -222,12 +223,13 @@ def _tables_by_name(sections: list[type[Any]], kind: str) -> str:
 def _row_by_name(key: str, field: "Field[Any]", kind: str, name: str) -> str:
     default, file = _describe_default(key, defaults_of(kind, name), [key])
     row = f"| `{key}` | {_describe_type(field)} | {default} | {file} | {field.metadata['doc']} |\n"
-    optional = next((kind for section, kind in OPTIONAL_SECTIONS.items() if section.endswith(f".{key}")), None)
-    if optional is None:
+    # A section that may be null has a file of defaults. The rows of its keys follow its own row.
+    optional_kinds = [kind for section, kind in OPTIONAL_SECTIONS.items() if section.endswith(f".{key}")]
+    if not optional_kinds:
         return row
     for section in sections_of(field.type):
         for inner_key, inner_field in keys_of(section).items():
-            inner_row = _row_by_name(inner_key, inner_field, optional, "")
+            inner_row = _row_by_name(inner_key, inner_field, optional_kinds[0], "")
             row += inner_row.replace(f"| `{inner_key}` |", f"| `{key}.{inner_key}` |", 1)
     return row
 

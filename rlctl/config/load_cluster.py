@@ -85,6 +85,7 @@ def _check_cluster(config: ClusterConfig, root: ConfigNode, file: Path) -> Itera
         try:
             mistake = check(config)
         except (BrokenValueError, AttributeError):
+            # The value is reported already, or this kind of cluster does not have the key.
             continue
         if mistake:
             key_origins = [origin for name, origin in origins.items() if name == key or name.startswith(f"{key}.")]
@@ -146,7 +147,9 @@ def _check_shared_memory(key: str, limit: str, config: ClusterConfig) -> str | N
             return f"not an amount as Kubernetes takes it, such as 64Gi: {text!r}"
         number, unit = quantity.groups()
         factor = 1024 if unit.endswith("i") else 1000
-        amounts.append(float(number) * factor ** " KMGTP".index(unit[:1].upper() or " "))
+        # The exponent of Ki is 1, that of Mi is 2; without a unit it is 0.
+        exponent = " KMGTP".index(unit[:1].upper() or " ")
+        amounts.append(float(number) * factor**exponent)
     if amounts[0] >= amounts[1]:
         return f"must be less than {limit}, of which it is a part, {getattr(config, limit)}, not {getattr(config, key)}"
     return None

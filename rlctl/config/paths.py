@@ -40,6 +40,7 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
         module, _, function = text.rpartition(":")
         if module.endswith(".py"):
             return f"{resolve(module, 'template', origin)}:{function}"
+        # Modules are not looked up among the recipes, the last folder.
         module_file = _module_file(module, folders[:-1])
         return f"{module_file}:{function}" if module_file else text
     if not text:

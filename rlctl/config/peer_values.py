@@ -67,10 +67,12 @@ class PeerConfig:
         rule = peer.rule
         if rule is None and peer.note:
             raise TranslationError(peer.note)
+        # The rule has a template for each key of rlctl.
         if isinstance(rule, dict) and set(rule) <= set(peer.rlctl_keys):
             return Translation({key: self._fill_template(rule[key], value) for key in keys}, is_exact_case=False)
         is_exact_case = False
         result = f"{_FORMULA}value" if rule is None else rule
+        # Any other mapping has a case for each value that it knows. A list is translated entry by entry.
         if isinstance(rule, dict) and isinstance(value, list) and value:
             result = list(chain.from_iterable(_find_case(peer, word) for word in value))
         elif isinstance(rule, dict):

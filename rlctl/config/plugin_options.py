@@ -68,7 +68,8 @@ def plugin_options(
         if added[name].default is MISSING and added[name].default_factory is MISSING
     ]
     option_types = {name: (hints[name], added_field.metadata) for name, added_field in added.items()}
-    # Fields that are not set are not converted: their default is the class's.
+    # The converter demands every field. A field that is not set gets null, and the converter's answer about it is
+    # dropped: its default is the class's.
     filled = {**options, **dict.fromkeys(unset)}
     values, mistakes = _convert_options(plugin.__name__, option_types, filled, key)
     unset_keys = [join(key, name) for name in unset]

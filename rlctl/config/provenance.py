@@ -146,10 +146,10 @@ def _yaml_mistake(error: yaml.YAMLError) -> tuple[int, str]:
     """Return (line from 1, description) of a YAML error. Rare errors have the parser's description."""
     problem = str(getattr(error, "problem", None) or getattr(error, "context", None) or error)
     context = str(getattr(error, "context", None) or "")
-    place = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    begin = getattr(error, "context_mark", None) or place
-    line = place.line + 1 if place else 1
-    first_line = begin.line + 1 if begin else line
+    problem_mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    begin_mark = getattr(error, "context_mark", None) or problem_mark
+    line = problem_mark.line + 1 if problem_mark else 1
+    first_line = begin_mark.line + 1 if begin_mark else line
     if character := re.search(r"found character '(.+)' that cannot start any token", problem):
         return line, "a tab; indent with spaces" if character[1] == r"\t" else f"text with {character[1]} needs quotes"
     if "unknown escape character" in problem:
@@ -188,6 +188,7 @@ def _toml_key_lines(text: str) -> dict[str, int]:
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
             table = header[2]
+            # An array of tables has the line of its first table. Below, each table gets a line under its index.
             lines.setdefault(table, number)
             if header[1] == "[[":
                 array_indices[table] = array_indices.get(table, -1) + 1

@@ -23,6 +23,7 @@ _EQUAL_SECTION = 0.8
 _NEAR_HERE = 0.75
 _NEAR_ELSEWHERE = 0.8
 _VERY_NEAR = 0.9
+# Fewest letters of a word that counts as a form of a longer one.
 _SHORTEST_FORM = 3
 # One-word names that are clear without their section. Others, such as `type`, `enabled` or `path`, are not.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
@@ -53,7 +54,7 @@ class KnownKeys:
         remark = self._find_remark(path, names, is_section)
         return remark or f"; {path.rpartition('.')[0] or 'a config'} has {', '.join(names)}"
 
-    def knows(self, path: str, names: list[str]) -> bool:
+    def answers_whole_section(self, path: str, names: list[str]) -> bool:
         """Return True if one remark fits a whole unknown section with the keys `names`.
 
         That is so if rlctl has this section elsewhere, or if it is a peer's section that has its own row.
@@ -61,20 +62,20 @@ class KnownKeys:
         for section in _keys_with_name(path.rpartition(".")[2], self._all_keys, sections_only=True):
             if all(f"{section}.{name}" in self._all_keys for name in names):
                 return True
-        return self._absent_part(path) is not None or self._is_whole(path)
+        return self._absent_part(path) is not None or self._has_own_row(path)
 
     def iterate_values(self, node: ConfigNode, path: str) -> Iterator[tuple[str, ConfigNode]]:
         """Yield (path, node) of each value in an unknown section. An inner section with its own peer row is yielded as
         one.
         """
         named_children = children(node)
-        if not named_children or self._absent_part(path) is not None or self._is_whole(path):
+        if not named_children or self._absent_part(path) is not None or self._has_own_row(path):
             yield path, node
             return
         for name, child in named_children.items():
             yield from self.iterate_values(child, f"{path}.{name}")
 
-    def _is_whole(self, path: str) -> bool:
+    def _has_own_row(self, path: str) -> bool:
         """Return True if the path ends in a peer's key of at least two words."""
         return any("." in peer.key and f".{path}".endswith(f".{peer.key}") for peer in self._peers)
 
@@ -102,6 +103,7 @@ class KnownKeys:
             return self._describe_peer(peer)
         if is_section and (section_remark := self._section_remark(path)):
             return section_remark
+        # A key of a list entry is compared with the keys of the entry alone.
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], names, _NEAR_HERE)
         # An identical name in another kind of run comes before a similar name.
@@ -116,16 +118,16 @@ class KnownKeys:
     def _other_form(self, path: str, names: list[str]) -> str:
         """Return a key of the same section that is another form of the path's last word, for example betas for beta."""
         section, _, word = path.rpartition(".")
-        values = [name for name in names if not self._keys.get(f"{section}.{name}" if section else name, True)]
-        forms = [name for name in values if name.startswith(word) or word.startswith(name)]
+        value_names = [name for name in names if not self._keys.get(f"{section}.{name}" if section else name, True)]
+        forms = [name for name in value_names if name.startswith(word) or word.startswith(name)]
         longest = max((form for form in forms if min(len(form), len(word)) >= _SHORTEST_FORM), key=len, default="")
-        if form := longest or next((name for name in values if _ratio(word, name) >= _VERY_NEAR), ""):
+        if form := longest or next((name for name in value_names if _ratio(word, name) >= _VERY_NEAR), ""):
             return form
         # Words may be left out: pipeline_parallel_size for pipeline_model_parallel_size.
         parts = set(word.split("_"))
         if len(parts) == 1:
             return ""
-        return min((name for name in values if parts < set(name.split("_"))), key=len, default="")
+        return min((name for name in value_names if parts < set(name.split("_"))), key=len, default="")
 
     def _nearest_peer(self, words: list[str], min_words: int) -> PeerKey | None:
         """Return the peer's key that shares the most words with the path, counted from the end.
@@ -146,6 +148,7 @@ class KnownKeys:
         count = most_shared[0]
         if count < min_words or nearest is None:
             return None
+        # The second case is a path of one word, which is the whole key of the peer.
         if count > 1 or nearest.key == words[-1] == ".".join(words):
             return nearest
         if words[-1] in self._last_words or not _is_clear(words[-1]):
@@ -156,6 +159,7 @@ class KnownKeys:
         """Return a remark for a peer's section if all of its keys are in one section of rlctl; else an empty text."""
         peers = [peer for peer in self._peers if peer.key.startswith(f"{path}.")]
         rlctl_sections = {peer.rlctl_key.rpartition(".")[0] for peer in peers}
+        # A single key does not show where a whole section belongs.
         if len(peers) == 1 or len(rlctl_sections) != 1:
             return ""
         return f"; {peers[0].tool}'s {path} is {rlctl_sections.pop()}"

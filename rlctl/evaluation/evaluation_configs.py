@@ -119,18 +119,18 @@ def measured_configs(
     text: the target as the user typed it. recipe: None means the config of the weights' run. data: paths of rows; empty
     means the validation rows of the config. samples: answers to each task; None means the config's number.
     """
-    own_overrides = overrides_for(target)
+    command_overrides = overrides_for(target)
     if samples is not None:
-        own_overrides.append(f"validation.num_generations={samples}")
+        command_overrides.append(f"validation.num_generations={samples}")
         if samples > 1:
-            own_overrides.append("validation.temperature=${generation.temperature}")
+            command_overrides.append("validation.temperature=${generation.temperature}")
     base = recipe or _recipe_of(target)
     composed = {}
     for name, rows in _named_paths(data):
         path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
         remedy = f"rlctl eval {text} RECIPE"
         composed[name] = load_measured(
-            base, own_overrides + path, list(overrides), is_own=recipe is None, remedy=remedy
+            base, command_overrides + path, list(overrides), is_own=recipe is None, remedy=remedy
         )
         if not composed[name].config.data.has_validation:
             reason = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
@@ -171,19 +171,21 @@ def _recipe_of(target: Target) -> str:
 
 
 def load_measured(
-    base: str, own_overrides: list[str], overrides: list[str], is_own: bool, remedy: str
+    base: str, command_overrides: list[str], overrides: list[str], is_own: bool, remedy: str
 ) -> Composed[SettledGrpo]:
     """Load a recipe, or a run's config, to evaluate weights by. Raises ConfigError.
 
-    own_overrides: overrides of rlctl. overrides: overrides of the user. is_own: `base` is the config of the weights'
-    run. remedy: command with a recipe, for an error.
+    command_overrides: overrides of rlctl. overrides: overrides of the user. is_own: `base` is the config of the
+    weights' run. remedy: command with a recipe, for an error.
     """
     # Imported here, because the import takes 0.3 s and chats and tried environments do not need it.
     from rlctl.launch.prepare import RunRequest, prepare
 
     try:
         within = _recipe_key(Path(base)) if is_own else ""
-        request = RunRequest("grpo", base, overrides, is_of_run=is_own, own_overrides=own_overrides, within=within)
+        request = RunRequest(
+            "grpo", base, overrides, is_of_run=is_own, command_overrides=command_overrides, within=within
+        )
         return cast("Composed[SettledGrpo]", prepare(request, "checked").composed)
     except OtherVersionError as error:
         reason = f"the run is of another version of rlctl ({error.sign}); name a recipe that measures it: {remedy}"

@@ -44,9 +44,9 @@ class GrpoParts:
             data = load_run_tasks(self.settled, rows, chat, session.events.emit)
         session.depend_on_rows(digest_rows(data.train))
         self.sampling.try_on(data.train[0])
-        line, failed = try_advantage(self.settled.config)
+        advantage_line, failed = try_advantage(self.settled.config)
         if failed:
-            session.events.emit("warning", what=line)
+            session.events.emit("warning", what=advantage_line)
         return data
 
     def make_loop(
@@ -68,6 +68,7 @@ class GrpoParts:
         pool = sampling.pool
         bound = config.health.max_token_mult_prob_error
         sampling.connect(allocation, trainer)
+        # Engines on the trainer's devices sleep during the warm-up. Other runs warmed up while their engines started.
         if pool.sleeps and precompiles(settled):
             pool.rest()
             precompile(session, settled, trainer)

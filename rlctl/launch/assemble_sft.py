@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 # Initial bytes of a channel of the compiled graph. A batch of the tiny run fits; the warm-up grows the channel for a
 # larger batch.
 _BUFFER_BYTES = 1 << 20
-_CALLS = 20
+# Number of empty calls that `_milliseconds` times.
+_TIMED_CALLS = 20
 
 
 @dataclass
@@ -198,7 +199,7 @@ def _milliseconds(group: "WorkerGroup") -> float:
     from rlctl.workers.compiled_graph import idle
 
     seconds = []
-    for _ in range(_CALLS):
+    for _ in range(_TIMED_CALLS):
         start = time.perf_counter()
         group.call(idle)
         seconds.append(time.perf_counter() - start)

@@ -158,11 +158,13 @@ def _start(
         assert placed.sft
         parts = SftParts(session, placed.sft, files, sampled)
 
-    def load() -> RunData[Any]:
-        return parts.load(chat.result()[0], reader.take())
-
     # The rows are tokenized while Ray starts. To start, engines need only the tokenizer's end tokens.
-    chat = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
+    chat_loading = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
+
+    def load() -> RunData[Any]:
+        chat, _ = chat_loading.result()
+        return parts.load(chat, reader.take())
+
     loading = meanwhile(stack, load)
     allocation = stack.enter_context(runtime.allocation(session, held_slots))
     if loading.done():
@@ -178,7 +180,8 @@ def _start(
     specs = trainer_specs(session, placed, files, roles, allocation)
     group = WorkerGroup(specs, config.run.deadline_s)
     stack.callback(group.kill)
-    session.recorder.end_tokens = chat.result()[1].stops
+    _, ends = chat_loading.result()
+    session.recorder.end_tokens = ends.stops
     pool = sampled.start_engines(allocation) if sampled else None
     pools = [pool, *sampled.start_scoring(allocation, role_files)] if sampled and pool else []
     for each_pool in pools:
@@ -226,8 +229,9 @@ def find_model(config: RunConfig, run_dir: RunDir, resumed: Checkpoint | None) -
 
     Raises ModelError if `model.path` is a checkpoint with damaged weights.
     """
-    # Each restart searches again: the run may have deleted the checkpoint that replaced a lost model folder.
+    # Each restart searches for a replacement again: the run may have deleted the checkpoint that it used before.
     model = replace(config.model, path=stand_in(config.model.path, resumed) or config.model.path)
+    # If model.path is the Hugging Face folder of a checkpoint, its parent is the checkpoint.
     checkpoint = Path(model.path).parent
     if not checkpoint.resolve().is_relative_to(run_dir.checkpoints.resolve()):
         # `hold` keeps another live run from pruning the checkpoint. This run's own checkpoints are pruned as usual.

@@ -86,12 +86,12 @@ class DataPreview:
         """Return the statistics as JSON values, without the rows' texts."""
         ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
         counts = {name: asdict(report) for name, report in self.reports.items()}
-        facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
+        fields = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
         if len(counts) > 1:
-            facts["parts"] = counts
+            fields["parts"] = counts
         if self.packs is not None:
-            facts |= {"trained_share": self.trained, "packing": asdict(self.packs)}
-        return facts
+            fields |= {"trained_share": self.trained, "packing": asdict(self.packs)}
+        return fields
 
 
 def preview(
@@ -114,10 +114,10 @@ def preview(
         # The environment writes the prompts, so only the first row's is known: its episode begins here.
         setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
         tokens = setup.prompt or chat.prompt(setup.first, setup.tools).tokens
-        first_rows = [("first row", [Piece(chat.decode(tokens), False)])] if count else []
+        first_rows = [("first row", [Piece(chat.decode(tokens), trained=False)])] if count else []
         return DataPreview(reports, ends, Lengths.from_lengths([len(tokens)]), first_rows, notes=setup.notes)
     first_rows = [
-        (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", False)])
+        (_title(task), [Piece(f"{task.text}\nanswer: {task.answer}", trained=False)])
         for task in _first_rows(rows, config, count)
     ]
     return DataPreview(reports, ends, Lengths.from_lengths([len(task.tokens) for task in rows]), first_rows)
@@ -138,8 +138,8 @@ def _preview_samples(
     shards = layout_of(config.trainer).data
     packs = packing(step_lengths(rows, config), shards, trainer.micro_batch_tokens, trainer.is_padded)
     lengths = Lengths.from_lengths([len(sample.tokens) for sample in rows])
-    trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
-    return DataPreview(reports, chat.ends, lengths, first_rows, trained, packs)
+    trained_share = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
+    return DataPreview(reports, chat.ends, lengths, first_rows, trained=trained_share, packs=packs)
 
 
 def _load_parts(
@@ -171,12 +171,14 @@ def _pieces(sample: SupervisedSample, chat: Chat, max_tokens: int) -> list[Piece
     """
     mask: NDArray[np.bool_] = sample.mask[:max_tokens]
     tokens = sample.tokens[:max_tokens].tolist()
+    # Index of the first token of each piece, and the number of tokens.
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces: list[Piece] = []
     text_before = ""
     for start, end in pairwise(cuts):
         if end > start:
             text = chat.decode(tokens[:end])
+            # A token may change how the tokens before it are decoded. Then the piece is decoded alone.
             if text.startswith(text_before):
                 piece_text = text.removeprefix(text_before)
             else:

@@ -68,7 +68,7 @@ def check_first_rows(settled: Settled) -> list[str]:
                 rows = read_rows(config, replace(section, limit=1))
                 if _needs_tokenizer(config, section, rows[0]):
                     # A run would emit these warnings when it tokenizes all rows.
-                    notes += _warnings(config, section, rows)
+                    notes += _tokenizing_warnings(config, section, rows)
             except DataError as error:
                 problems.append(Problem("data", "", str(error)))
     if problems:
@@ -76,13 +76,13 @@ def check_first_rows(settled: Settled) -> list[str]:
     return notes
 
 
-def _warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> list[str]:
+def _tokenizing_warnings(config: RunConfig, section: DatasetSection, rows: list[Row]) -> list[str]:
     """Tokenize rows, and return the warnings for the user, one line each. Raises DataError."""
     chat = load_chat(config, config.model.path)
     if config.sft:
-        report = tokenize_samples(rows, section, chat, config.sft, None, sys.maxsize)[1]
+        _, report = tokenize_samples(rows, section, chat, config.sft, max_prompt_length=None, max_length=sys.maxsize)
     else:
-        report = tokenize_prompts(rows, section, chat, None)[1]
+        _, report = tokenize_prompts(rows, section, chat, max_prompt_length=None)
     return report.warnings
 
 
@@ -107,7 +107,7 @@ def local_chat(config: RunConfig) -> Chat:
     return load_chat(config, str(file.parent) if file else config.model.path)
 
 
-def runs_others_code(config: GrpoConfig) -> bool:
+def has_users_reward(config: GrpoConfig) -> bool:
     """Return True if a reward is a user's function."""
     return any(":" in reward.name for reward in config.rewards)
 
@@ -176,7 +176,7 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     if composed.settled.grpo:
         with _as_config_errors(composed):
             advantage_line, _ = try_advantage(config)
-    lines = [tried, *_readings(config)]
+    lines = [tried, *_reference_lines(config)]
     if advantage_line:
         lines.append(advantage_line)
     return lines
@@ -207,7 +207,7 @@ def _try_environments(composed: Composed[Settled], fetch: bool) -> list[str]:
     return [f"environment: read, but not begun on a row: {obstacle}"]
 
 
-def _readings(config: GrpoConfig) -> list[str]:
+def _reference_lines(config: GrpoConfig) -> list[str]:
     """Return lines on how math_verify parses the first reference answers, and how many of all it cannot parse."""
     if all(reward.name != "math_verify" for reward in config.rewards):
         return []
@@ -285,4 +285,5 @@ def _as_config_errors(composed: Composed[Settled]) -> Iterator[None]:
             for index, reason in error.problems
         ) from error
     except UnusableAdvantageError as error:
+        # The message begins with the key and "=", and a Problem names the key by itself.
         raise ConfigError([problem("grpo.advantage.name", str(error).partition("=")[2])]) from error

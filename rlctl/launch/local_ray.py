@@ -216,6 +216,7 @@ def _watch_processes(
             if "raylet" in gone and give_up and not block_left.wait(_GIVE_UP_S):
                 give_up()
                 return
+            # With give_up the thread goes on: the raylet may end after the head.
             if gone and not give_up:
                 return
 
@@ -234,6 +235,7 @@ def watch_node(
     """Watch a cluster's Ray processes on this machine, see `_watch_processes`. connection: facts yielded by
     `ray_session`.
     """
+    # This machine may have Ray processes of other clusters. Those of this one name its session or socket.
     marks = {"gcs_server": connection.get("session_dir"), "raylet": connection.get("raylet_socket_name")}
     processes = {}
     for process in psutil.process_iter(["name", "cmdline"]):
@@ -274,7 +276,10 @@ def _root() -> str:
 
 
 def _object_store(folder: Path) -> dict[str, Any]:
-    """Return Ray's options for its object store: in shared memory, or on disk if shared memory is too small."""
+    """Return Ray's options for its object store: in shared memory, or on disk if shared memory is too small.
+
+    The store gets at most half of the free bytes of either.
+    """
     room = free_bytes(SHARED_MEMORY) // 2
     if room >= _LEAST_STORE_BYTES:
         return {"object_store_memory": min(_OBJECT_STORE_BYTES, room)}
@@ -321,12 +326,14 @@ def _start_with_idle_agents(start: Callable[..., Any], command: list[str], *argu
 def _with_idle_agent(option: str) -> str:
     """Return a raylet's option. In an option with an agent's command the command is replaced by an idle agent's."""
     name, _, command = option.partition("=")
-    words = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word) if name in _AGENT_PORTS else {}
-    if "--session-dir" not in words or "--node-id" not in words:
+    if name not in _AGENT_PORTS:
+        return option
+    agent_options = dict(word.split("=", 1) for word in shlex.split(command) if "=" in word)
+    if "--session-dir" not in agent_options or "--node-id" not in agent_options:
         return option
     program = [sys.executable, "-S", "-E", idle_agent.__file__]
-    names = _AGENT_PORTS[name]
-    return f"{name}={subprocess.list2cmdline([*program, words['--session-dir'], words['--node-id'], *names])}"
+    agent = [*program, agent_options["--session-dir"], agent_options["--node-id"], *_AGENT_PORTS[name]]
+    return f"{name}={subprocess.list2cmdline(agent)}"
 
 
 def _ray_environment(folder: Path) -> dict[str, str]:

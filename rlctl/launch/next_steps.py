@@ -78,6 +78,7 @@ def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest
         if overrides and config.trainer.replicas not in ("auto", 1):
             overrides.append("trainer.replicas=auto")
         with suppress(ConfigError):
+            # The full size has no overrides, and passed the checks when this run started.
             if overrides:
                 load(config.kind, str(run_dir.config), overrides, resume=True)
             return overrides
@@ -86,7 +87,7 @@ def _shrink(settled: Settled, run_dir: RunDir, smaller: Sequence[ResourceRequest
 
 def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iterator[str]:
     """Yield commands that use the best checkpoint (the newest, if none was measured) or open a tracker's files."""
-    checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
+    checkpoints = Checkpoints(run_dir.checkpoints, keep_last=1, keep_best=0)
     newest = checkpoints.latest()
     chosen = checkpoints.best() or newest
     if newest and chosen and chosen.export.is_dir():
@@ -108,10 +109,10 @@ def _commands_on_files(settled: Settled, run_dir: RunDir, run_name: str) -> Iter
             yield f"rlctl export {run_name} {quote(f'{run_dir.name}-hf')}{step_option}"
             yield f"vllm serve {quote(str(chosen.export))}"
     for section in settled.config.telemetry.trackers:
-        yield from _of_tracker(section, run_dir.path)
+        yield from _tracker_commands(section, run_dir.path)
 
 
-def _of_tracker(section: TrackerSection, run: Path) -> Iterator[str]:
+def _tracker_commands(section: TrackerSection, run: Path) -> Iterator[str]:
     """Yield the command of a tracker's own program that shows or uploads the run."""
     match section:
         case TensorBoardSection():

@@ -20,7 +20,7 @@ from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, loc
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load_data import RowReader, RunRows, end_tokens, part_of
-from rlctl.launch.first_row import check_first_rows, local_chat, runs_others_code, try_all, try_environments
+from rlctl.launch.first_row import check_first_rows, has_users_reward, local_chat, try_all, try_environments
 from rlctl.launch.loading import load_run_samples, load_run_tasks
 from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, replace_lost_model
 from rlctl.launch.sampling import held_out_tasks
@@ -95,7 +95,7 @@ class RunRequest:
     # True: the recipe is the config of an existing run.
     is_of_run: bool = False
     # Overrides that the command itself adds, and the key under which the file has the config; see `compose`.
-    own_overrides: Sequence[str] = ()
+    command_overrides: Sequence[str] = ()
     within: str = ""
 
     @property
@@ -130,7 +130,7 @@ class PreparedRun:
     ends: EndTokens | None = None
 
     def __post_init__(self) -> None:
-        self._use(self.composed)
+        self._set_config(self.composed)
 
     def advance(self, last: Stage) -> None:
         """Do all stages up to `last` that are not done. Raises ConfigError, and MissingPackagesError before a run's
@@ -168,7 +168,7 @@ class PreparedRun:
                     find_facts(file.parent)
             except ModelError as error:
                 raise ConfigError([self._problem(key, str(error))]) from error
-        self._use(load(self.request.kind, self.request.recipe, self.request.overrides))
+        self._set_config(load(self.request.kind, self.request.recipe, self.request.overrides))
 
     def try_first_rows(self) -> None:
         """Read the first row of each data set as a run would, and add a note for each finding. Raises ConfigError."""
@@ -201,7 +201,7 @@ class PreparedRun:
             raise ConfigError([self._problem("run.dir", reason)]) from error
         return path
 
-    def _use(self, composed: Composed[Settled]) -> None:
+    def _set_config(self, composed: Composed[Settled]) -> None:
         self.composed = composed
         self.settled = composed.settled
         self.notes = list(composed.notes)
@@ -233,8 +233,9 @@ class PreparedRun:
         assert self.plan
         self.problems = self._problems_of(self.plan)
         sampling = settled.sampling
+        # A dry run for this machine calls the user's code here. A run does it when it reads the rows.
         if request.is_dry and target is None and self.demands is None and sampling is not None:
-            self.try_users_code(rewards=runs_others_code(sampling.config), environments=sampling.config.has_turns)
+            self.try_users_code(rewards=has_users_reward(sampling.config), environments=sampling.config.has_turns)
 
     def _plan_here(self) -> None:
         """Place the run on this machine.
@@ -256,6 +257,7 @@ class PreparedRun:
         misplaced = plan.misplaced
         if request.is_job and not request.is_dry:
             return []
+        # The plan of a dry run shows a lack of room, and a run that waits waits for room.
         if request.is_dry or request.waits:
             misplaced = None
         elif misplaced and request.target is not None:
@@ -369,7 +371,7 @@ def prepare(request: RunRequest, last: Stage, progress: PrepareProgress | None =
         resume=resumed is not None or request.is_of_run,
         away=request.is_away,
         within=request.within,
-        command_overrides=request.own_overrides,
+        command_overrides=request.command_overrides,
     )
     if resumed:
         refuse_contradictions(composed, resumed.run)

@@ -98,10 +98,11 @@ def plan_of_resume(composed: Composed[Settled], run: Path) -> list[tuple[str, st
 
 def _checkpoints(run: Path) -> Checkpoints:
     # The values of keep_last and keep_best do not matter here: nothing is saved or deleted.
-    return Checkpoints(RunDir(run).checkpoints, 1, 0)
+    return Checkpoints(RunDir(run).checkpoints, keep_last=1, keep_best=0)
 
 
 def _contradictions(settled: Settled, newest: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (key, reason) for each value of a config that the checkpoint `newest` contradicts."""
     config = settled.config
     file = config_file(config.model.path)
     then = newest.state.get("made_with")

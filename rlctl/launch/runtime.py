@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from rlctl.launch.session import Session
     from rlctl.workers.nodes import LiveNode, NodeLease, NodeRequest, Reservation
 
-_RESERVE_S = 120.0
-_POLL_S = 3.0
+_RESERVE_S = 120.0  # for Ray to reserve devices that it reports as free
+_POLL_S = 3.0  # between two attempts, while a run waits for free devices
 
 
 class Runtime(Protocol):
@@ -175,7 +175,7 @@ class ClusterRuntime:
     def __init__(self, wait: bool) -> None:
         self._wait = wait
         # Number of nodes of the last attempt; 0: no attempt yet.
-        self._parts = 0
+        self._num_nodes = 0
 
     def refuse(self, run: RunDir) -> None:
         """Refuse nothing: the command that submitted the job has checked the run."""
@@ -194,12 +194,13 @@ class ClusterRuntime:
             connection = stack.enter_context(ray_session(session.logs, address="auto"))
             stack.enter_context(watch_node(connection, session.lose, session.give_up))
             placement, reservation = self._reserve(session, resources)
-            self._parts = len(placement.used_nodes)
+            self._num_nodes = len(placement.used_nodes)
             stack.callback(reservation.release)
             memory = min((node.memory for node in reservation.nodes if node.memory), default=None)
             try:
                 yield HeldSlots(placement, memory, reservation)
             except (WorkerDied, WorkerTimeout, NoEngineLeft):
+                # The reservation is released after this block: until then its devices count as free.
                 session.smaller = self._smaller(resources, reservation.requests)
                 raise
 
@@ -236,7 +237,7 @@ class ClusterRuntime:
             room_back = held_room.get(node.id, {})
             free = {key: node.free.get(key, 0.0) + room_back.get(key, 0.0) for key in ("GPU", "CPU")}
             rooms.append(NodeResources.from_free(node.name, free))
-        return list(smaller_runs(rooms, resources, self._parts, _device_of(nodes)))
+        return list(smaller_runs(rooms, resources, self._num_nodes, _device_of(nodes)))
 
     def _reserve(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
         from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes

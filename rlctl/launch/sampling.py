@@ -166,6 +166,7 @@ class SamplingParts:
                 folders = {node.id: self._new_transit(node.folder, placement, parameters) for node in leases}
                 self.pool.connect(RefitByNode(trainer.group, refit_options(self.settled, placement, ""), folders))
                 return
+            # A broadcast to several nodes passes through no folder.
             folder = self._new_transit(allocation.folder, placement, parameters) if nodes == 1 else ""
             self.pool.connect(Refit(trainer.group, refit_options(self.settled, placement, folder)))
 
@@ -220,12 +221,12 @@ class SamplingParts:
 
     def _new_transit(self, make_folder: Callable[[str, str | None], str], placement: Placement, parameters: int) -> str:
         """Create a folder for weights in transit, with room for two copies. make_folder: see `Allocation.folder`."""
-        nbytes = 2 * parameters * DTYPE_BYTES[self.settled.generation_dtype]
-        root = shared_memory(nbytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
+        copy_bytes = parameters * DTYPE_BYTES[self.settled.generation_dtype]
+        root = shared_memory(2 * copy_bytes + _BESIDE_BYTES) if placement.device == "cpu" else shared_memory()
         if root is None:
             free_mib = free_bytes(SHARED_MEMORY) >> 20
             text = (
-                f"{SHARED_MEMORY} has {free_mib} MiB free, weights in transit take 2 x {nbytes >> 21} MiB: they go "
+                f"{SHARED_MEMORY} has {free_mib} MiB free, weights in transit take 2 x {copy_bytes >> 20} MiB: they go "
                 "through the disk, which is slower; in a container: docker run --shm-size=2g"
             )
             self.session.events.emit("warning", what=text)

@@ -243,6 +243,7 @@ def run_session(
         def end_at_once(status: str, reason: str) -> None:
             if view:
                 view.give_back(f"{reason}; go on: {go_on}")
+            # A view has an end once the session has emitted `run_ended`.
             if events and not (view and view.end):
                 # A new EventLog writes the event, because the interrupted thread may hold the lock of the session's.
                 EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[go_on])
@@ -267,7 +268,7 @@ def run_session(
             _start_attempt(run_dir, resolved)
         except OSError as error:
             print(f"error: {neutral(_explain(error))}", file=sys.stderr)
-            return 1 if error.errno in _FULL else 2
+            return 1 if error.errno in _FULL else _BAD_INPUT
         if on_directory is not None:
             on_directory(run_dir)
         go_on = next_commands(settled, run_dir, "interrupted")[0]
@@ -371,6 +372,7 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
             _keep_traceback(session, error)
             reason = _explain(error)
             processes_lost = isinstance(error, WorkerDied | WorkerTimeout | NoEngineLeft)
+            # `lost` is the cause, for example that Ray is gone, and would end the next attempt too.
             if processes_lost and session.lost:
                 return _fail(session, f"{session.lost}; then {reason}", 1)
             if processes_lost and session.attempts <= run.max_restarts and not session.interrupts.is_requested:
@@ -378,7 +380,7 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
                 count = f"{session.attempts} of {run.max_restarts}"
                 session.events.emit("restart", reason=reason, count=count, pause_s=pause)
                 continue
-            has_saved = Checkpoints(session.run_dir.checkpoints, 1, 0).latest() is not None
+            has_saved = Checkpoints(session.run_dir.checkpoints, keep_last=1, keep_best=0).latest() is not None
             session.fails_again = not (processes_lost or _has_no_room(reason) or has_saved)
             if not isinstance(error, _EXPLAINED):
                 reason = f"{type(error).__name__}: {reason}; see {session.logs / 'driver.log'}"

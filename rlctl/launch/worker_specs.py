@@ -94,12 +94,13 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Traini
 
 def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the node and environment of each engine. waits: explains slow calls to the user."""
-    reads = transport_of(settled, allocation.placement) == "ipc"
+    # By ipc an engine maps memory of the trainer's GPUs, so that its process must see them.
+    reads_peers = transport_of(settled, allocation.placement) == "ipc"
     engine_environment = engine_kind(settled.config.generation.engine.name).environment
     device = allocation.placement.device
     slots = []
     for slot in allocation.placement.engines:
-        peers = allocation.peer_devices(slot) if reads else []
+        peers = allocation.peer_devices(slot) if reads_peers else []
         env = engine_environment(device, allocation.devices(slot), peers) | allocation.environment(slot)
         slots.append(EngineSlot(env, allocation.node(slot), waits))
     return slots

@@ -42,7 +42,7 @@ def kept_bytes(trainer: TrainerSettings, sizes: ModelSizes, size: int, residual:
     row_bytes = next((recorded for recorded in sizes.row_bytes if recorded.dtype == trainer.dtype), None)
     if row_bytes is None or trainer.row_tokens is None:
         return activation_bytes(sizes, tokens, size, residual, checkpointing)
-    all_layers = tokens * (row_bytes.token + row_bytes.pair * min(tokens, trainer.row_tokens))
+    all_layer_bytes = tokens * (row_bytes.token + row_bytes.pair * min(tokens, trainer.row_tokens))
     if checkpointing:
-        return tokens * sizes.layers * sizes.hidden * residual + all_layers // sizes.layers
-    return all_layers
+        return tokens * sizes.layers * sizes.hidden * residual + all_layer_bytes // sizes.layers
+    return all_layer_bytes

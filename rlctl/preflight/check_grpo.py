@@ -92,9 +92,9 @@ def check_advantage(settled: SettledGrpo) -> Violations:
         return
     problem = config.grpo.advantage.teaches_nothing(config.grpo.num_generations_per_prompt)
     if problem is not None:
-        key, message = problem
-        other_keys = ("grpo.num_generations_per_prompt", "grpo.advantage.name")
-        yield Violation(f"grpo.advantage.{key}", message, other_keys)
+        advantage_key, message = problem
+        other_keys = (key, "grpo.advantage.name")
+        yield Violation(f"grpo.advantage.{advantage_key}", message, other_keys)
 
 
 def check_sampling(settled: SettledGrpo) -> Violations:
@@ -102,6 +102,7 @@ def check_sampling(settled: SettledGrpo) -> Violations:
     config = settled.config
     if settled.proximal == "rollout":
         message = "with grpo.loss.proximal=rollout the ratios would be off; keep {}"
+        # Not every loss can recompute.
         if "recompute" in literals(keys_of(type(config.grpo.loss))["proximal"].type):
             message += " or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:

@@ -79,6 +79,7 @@ def _check_dataset(
         place, row = first_row(path)
     except (OSError, DataError) as error:
         reason = str(error).removeprefix(path).removeprefix(": ")
+        # A reason such as `:3: not JSON` continues the path.
         separator = "" if reason[:1] in ":[" else ": "
         yield "", "path", f"{show_path(Path(path))}{separator}{reason}"
         return
@@ -113,7 +114,9 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
                 advice = "put what is compared with the answer in brackets"
                 yield "pattern", f"has no group: {advice}, not {shorten(reward.pattern)}"
     message = missing_plugin(reward.name, REWARDS, "function")
-    if message := message or (missing_library() if reward.name == "reasoning_gym" else ""):
+    if not message and reward.name == "reasoning_gym":
+        message = missing_library()
+    if message:
         yield "name", message
 
 
@@ -247,7 +250,8 @@ def check_generated(config: RunConfig) -> Violations:
     sections = dict(_dataset_sections(config))
     for key, seeds in seeds_by_key.items():
         is_same_dataset = sections[key].path == sections["data.validation"].path
-        if is_same_dataset and range(max(seeds.start, held_out.start), min(seeds.stop, held_out.stop)):
+        common_seeds = range(max(seeds.start, held_out.start), min(seeds.stop, held_out.stop))
+        if is_same_dataset and common_seeds:
             held_out_text = f"{held_out.start} to {held_out.stop - 1}"
             trained_text = f"{seeds.start} to {seeds.stop - 1}"
             message = f"a row has a seed of its own, here {held_out_text}, and {trained_text} in {key}: rows that are "

@@ -68,7 +68,7 @@ def _tracker_problems(tracker: UserTrackerSection, key: str) -> list[Problem]:
     class_name = tracker.name.rpartition(":")[2]
     if not callable(plugin):
         return [Problem("", f"{key}.name", f"must be a class, not {type(plugin).__name__}: `class {class_name}:`")]
-    problems = call_options(plugin, TRACKER_ARGUMENTS, tracker.further, key)[1]
+    _, problems = call_options(plugin, TRACKER_ARGUMENTS, tracker.further, key)
     # Methods are checked only on a plain class: a function may return any object, and `__getattr__` may give any
     # method.
     if isinstance(plugin, type) and not hasattr(plugin, "__getattr__"):
@@ -126,6 +126,7 @@ def _has_wandb_key(mode: str | None) -> bool:
         file = netrc.netrc(os.environ.get("NETRC") or str(Path("~/.netrc").expanduser()))
         if file.authenticators(host) is not None:
             return True
+    # By its settings wandb is offline, or uses another host, whose key is not looked for.
     return any("mode" in _file_text(path) or "base_url" in _file_text(path) for path in _SETTINGS)
 
 

@@ -327,27 +327,29 @@ class _Forecast:
         packs = self._possible_packs(trainer, rollout_tokens)
         written = trainer.values["activation_checkpointing"]
         recompute = (False, True) if written == "auto" else (written,)
+        # (activation checkpointing, tokens of a pack), in the order of preference.
         trials = list(product(recompute, packs))
         training_bytes = {trial: self._training_bytes(trainer, trial[1], trial[0]) for trial in trials}
         room = usable - _ASLEEP_BYTES if shared else usable
         if rollout_tokens > self.longest:
+            # Packs that hold the longest rollout; if none fits, smaller packs; else the written one.
             holding = [trial for trial in trials if trial[1] >= rollout_tokens and training_bytes[trial] <= room]
             trials = holding or [trial for trial in trials if trial[1] < rollout_tokens] or trials
         must_stay_awake = engines is not None and engines.values["sleep"] is False
         device_gib = f"{self.memory / GIB:.0f}"
         if engines and shared and engines.values["sleep"] in (False, "auto"):
-            engine = engines.needed_bytes(self.sizes, self.longest, self.memory)
+            engine_need = engines.needed_bytes(self.sizes, self.longest, self.memory)
             moves_optimizer = trainer.values["offload_optimizer_for_generation"]
             for checkpointing, tokens in trials:
-                training = training_bytes[checkpointing, tokens]
+                rank_need = training_bytes[checkpointing, tokens]
                 is_worth_it = tokens >= min(_LEAST_PACK_AWAKE, packs[0]) and checkpointing == recompute[0]
-                fits = training + engine <= usable and not moves_optimizer
+                fits = rank_need + engine_need <= usable and not moves_optimizer
                 if fits and (is_worth_it or must_stay_awake):
-                    reason = f"{training / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}, of {device_gib}"
+                    reason = f"{rank_need / GIB:.0f} GiB beside an engine of {engine_need / GIB:.0f}, of {device_gib}"
                     return _Fit(tokens, checkpointing=checkpointing, sleep=False, reason=reason, limit=0)
             if must_stay_awake:
                 # An engine that must stay awake takes at most half of the usable memory. Its cache is smaller then.
-                room = usable - min(engine, usable // 2)
+                room = usable - min(engine_need, usable // 2)
         trial = next((trial for trial in trials if training_bytes[trial] <= room), trials[-1])
         checkpointing, tokens = trial
         reason = f"{training_bytes[trial] / GIB:.0f} GiB of {device_gib} when it trains"

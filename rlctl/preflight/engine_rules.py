@@ -72,6 +72,7 @@ def check_engine_options(section: UserEngineSection) -> Violations:
     for engine in ENGINES:
         engine_by_option |= dict.fromkeys(keys_of(_engine_section(engine)), engine)
     written = dict(section.further)
+    # A key of another engine is named as such, and is left out of the checks below.
     for option in section.further:
         if option in engine_by_option and option not in options:
             del written[option]

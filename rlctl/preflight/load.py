@@ -153,7 +153,7 @@ def load(
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
     checked = _check(
-        kind, file, overrides, resume, away, run=resume, within=within, command_overrides=command_overrides
+        kind, file, overrides, resume, away, is_of_run=resume, within=within, command_overrides=command_overrides
     )
     if checked.problems:
         raise ConfigError(checked.problems)
@@ -193,7 +193,7 @@ def _notes_of_model(path: str, facts: ModelSizes | None) -> Iterator[str]:
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
     """Return the composed config as a tree for display, and its problems. Raises ConfigError if composing fails."""
-    checked = _check(kind, find_recipe(recipe), overrides, resume=True)
+    checked = _check(kind, find_recipe(recipe), overrides, run_may_exist=True)
     return checked.root, checked.problems
 
 
@@ -232,13 +232,16 @@ def _check(
     kind: str | None,
     file: Path,
     overrides: list[str],
-    resume: bool,
+    run_may_exist: bool,
     away: bool = False,
-    run: bool = False,
+    is_of_run: bool = False,
     within: str = "",
     command_overrides: Sequence[str] = (),
 ) -> _CheckedConfig:
-    """Compose and type a config, settle it, and run every check. run: `file` is the config.yaml of a run."""
+    """Compose and type a config, settle it, and run every check.
+
+    run_may_exist: the directory of the config's run may exist. is_of_run: `file` is the config.yaml of a run.
+    """
     if file.suffix == ".toml":
         message = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError(_other_tools_problems(kind, file, read_toml(file), message))
@@ -256,14 +259,14 @@ def _check(
     converter: Converter[Any] = Converter(KINDS[kind_node.value], show_path(file), away=away)
     config: RunConfig = converter.convert(root)
     # rlctl wrote this config with every key. A missing or unknown key means that another version wrote it.
-    if run and converter.missing:
+    if is_of_run and converter.missing:
         raise OtherVersionError(file, f"its config has no {', '.join(converter.missing[:3])}")
-    if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
+    if is_of_run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
         raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
     nodes = dict(leaves(root))
     origins = {key: node.origin for key, node in nodes.items()}
     settled = settle_here(config)
-    problems = converter.problems + check(settled, origins, resume=resume, away=away)
+    problems = converter.problems + check(settled, origins, resume=run_may_exist, away=away)
     return _CheckedConfig(
         root=root, nodes=nodes, origins=origins, settled=settled, problems=problems, notes=converter.notes
     )

@@ -120,6 +120,7 @@ class Memory:
         """Most bytes in use on one device at a time."""
         trainer_total = sum(self.trainer.values())
         if "log_probs" in self.placed_states:
+            # A forward pass without gradients needs these besides the states.
             passing = self.trainer.get("logits", 0) + self.trainer.get("weights to compute with", 0)
             trainer_total = max(trainer_total, self.state_bytes("log_probs") + passing)
         engine_total = sum(self.engine.values())
@@ -154,7 +155,7 @@ def placed_states(
     for phase in phases:
         placed: dict[State | Role, PlacedState] = {}
         for state in STATES:
-            placed[state] = _place_state(table[phase][state], state_bytes[state], device == "cpu")
+            placed[state] = _place_state(table[phase][state], state_bytes[state], is_cpu=device == "cpu")
         for role in held_roles:
             placed[role.name] = PlacedState("host", device=0, host=role.rank_bytes)
         residents = [role for role in held_roles if role.is_resident and phase == role.phase]
@@ -165,10 +166,10 @@ def placed_states(
     return placed_by_phase
 
 
-def _place_state(place: Place, state_bytes: StateBytes, cpu: bool) -> PlacedState:
+def _place_state(place: Place, state_bytes: StateBytes, is_cpu: bool) -> PlacedState:
     if place == "none":
         return PlacedState("none", device=0, host=0)
-    if cpu:
+    if is_cpu:
         return PlacedState("host", device=0, host=state_bytes.device + state_bytes.host)
     if place == "host" and state_bytes.host == 0:
         return PlacedState("host", device=0, host=state_bytes.device)

@@ -178,8 +178,8 @@ def _works(layout: Layout, sizes: ModelSizes | None, sequences: int | None) -> b
 def _candidates(requested: Layout, sizes: ModelSizes | None) -> Iterator[Layout]:
     """Yield every split of the ranks into groups, with sequence parallelism as requested and with its default."""
     world = requested.world
-    small = [count for count in range(1, math.isqrt(world) + 1) if world % count == 0]
-    divisors = small + [world // count for count in reversed(small) if count * count != world]
+    small_divisors = [count for count in range(1, math.isqrt(world) + 1) if world % count == 0]
+    divisors = small_divisors + [world // count for count in reversed(small_divisors) if count * count != world]
     may_have_experts = sizes is None or sizes.sparse_layers > 0
     # Impossible sizes are removed before the product is formed: thousands of ranks may have a hundred divisors, while a
     # model has few heads and layers.

@@ -195,6 +195,7 @@ def _place_run(nodes: Sequence[NodeResources], resources: ResourceRequest, devic
         if placement and placement.by_node:
             return placement
         if placement and takes_turns:
+            # One node holds all processes: the slots below are taken from its devices.
             [only_node] = placement.used_nodes
             free_devices = [devices if node == only_node else [] for node, devices in enumerate(free_devices)]
         elif takes_turns and has_enough:

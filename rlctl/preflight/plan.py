@@ -186,7 +186,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
     if device == "cpu":
         trainer_items |= host_items
         host_items = {}
-    alone = Memory(
+    without_engines = Memory(
         trainer=trainer_items,
         engine={},
         capacity=settled.machine.memory,
@@ -204,7 +204,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
         host=host_items,
     )
     if sampling is None:
-        return alone
+        return without_engines
     generation = sampling.generation
     longest = sampling.longest_sequence
     engine_bytes = engine_items(generation, sizes, device, settled.machine.memory)
@@ -217,13 +217,13 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
         # One machine holds every rank and every engine, all awake.
         all_items = {name: size * settled.config.trainer.num_ranks for name, size in trainer_items.items()}
         all_items |= {f"engines: {name}": size * generation.num_engines for name, size in engine_bytes.items()}
-        return replace(alone, trainer=all_items, kv_sequences=kv_sequences)
+        return replace(without_engines, trainer=all_items, kv_sequences=kv_sequences)
     if placement and (groups := refit_groups(sampling, placement)):
         communicator = communicator_bytes(len(placement.used_nodes))
         trainer_items["refit's communicator"] = communicator
         engine_bytes["refit's communicators"] = groups * communicator
     return replace(
-        alone,
+        without_engines,
         trainer=trainer_items,
         engine=engine_bytes,
         shared=settled.shares_devices,

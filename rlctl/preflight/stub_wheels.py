@@ -28,7 +28,7 @@ def build(folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     pins = [f"{name}=={version}+{LOCAL}" for name, version in STUBS.items()]
     (folder / "requirements.txt").write_text("\n".join(pins) + "\n")
-    return [_wheel(folder, name, f"{version}+{LOCAL}") for name, version in STUBS.items()]
+    return [_write_wheel(folder, name, f"{version}+{LOCAL}") for name, version in STUBS.items()]
 
 
 def write_requirements(folder: Path, name: str) -> Path:
@@ -41,7 +41,7 @@ def write_requirements(folder: Path, name: str) -> Path:
     return path
 
 
-def _wheel(folder: Path, name: str, version: str) -> Path:
+def _write_wheel(folder: Path, name: str, version: str) -> Path:
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: empty stand-in, see rlctl\n"
     tag = "Wheel-Version: 1.0\nGenerator: rlctl\nRoot-Is-Purelib: true\nTag: py3-none-any\n"

@@ -60,6 +60,7 @@ def earlier_version(run: Path, sign: str) -> str:
     run: the run's directory. sign: text that says how the earlier version is recognized.
     """
     exports = [path.parent for path in run.glob("checkpoints/step_*/hf/config.json")]
+    # The longer of two names has the larger step: step_10 comes after step_9.
     newest = max(exports, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
     anew = f"from its weights, model.path={newest}" if newest else "in another run.dir: it has exported no weights"
     return (

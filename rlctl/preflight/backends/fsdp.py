@@ -70,7 +70,7 @@ class FsdpBackend(Backend):
 
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
         shards = trainer.num_ranks // (1 if trainer.replicas == "auto" else trainer.replicas)
-        return ShardCounts(1, 1, shards, shards, shards)
+        return ShardCounts(tensor=1, context=1, weights=shards, experts=shards, optimizer=shards)
 
     def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the exact bytes of float32 weights, gradients and AdamW's two moments.

@@ -112,6 +112,7 @@ class MegatronBackend(Backend):
         ranks.
         """
         layout = self.layout(trainer)
+        # Dense weights repeat after tensor x context ranks, and experts after `expert` ranks.
         return layout.world if layout.pipeline > 1 else math.lcm(layout.tensor * layout.context, layout.expert)
 
     def check_keys(self, trainer: TrainerSection) -> Violations:

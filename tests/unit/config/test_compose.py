@@ -190,7 +190,7 @@ def test_malformed_overrides_are_all_reported(home: Path) -> None:
 
 def test_overrides_that_a_command_adds_are_neither_counted_nor_named(home: Path) -> None:
     path = write(home / "a.yaml", "x: {p: 1, q: 1}\n")
-    root = compose(path, ["x.q=3"], added=["x.p=2", "x.q=2"])
+    root = compose(path, ["x.q=3"], command_overrides=["x.p=2", "x.q=2"])
     assert plain(root) == {"x": {"p": 2, "q": 3}}
     assert [origin_of(root, key) for key in ("x.p", "x.q")] == ["", "override 1: x.q=3"]
 
