@@ -73,6 +73,7 @@ def refit(
     defaults = load("grpo", None, []).settled.config.refit
     default_modes = "direct,staged" if gpus and not lora_rank else "auto"
     default_checks = "sampled" if gpus else "all,off"
+    # Adapters are always proven whole.
     if lora_rank:
         default_checks = "all"
     words("--master", master, ("float32", "bfloat16"), problems)

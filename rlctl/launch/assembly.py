@@ -117,7 +117,7 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
             with closing(loop):
                 if session.checkpoint:
                     loop.resume(session.checkpoint)
-                session.go_on()
+                session.commit_attempt()
                 session.end_start()
                 loop.run(session.start)
         if pool:
@@ -147,19 +147,19 @@ def _start(
     role_facts = {name: role.facts for name, role in role_files.items()}
     placed = _settle(settled.settle_on(settled.machine, settled.facts, role_facts), held_slots.machine, files, emit)
     roles = role_models(placed, role_files)
-    sampled = None
+    sampling = None
     if placed.sampling and processes:
         scorer, environments = processes
-        sampled = SamplingParts(session, placed.sampling, files, scorer, environments)
+        sampling = SamplingParts(session, placed.sampling, files, scorer, environments)
     parts: AlgorithmParts
-    if placed.grpo and sampled:
-        parts = GrpoParts(session, placed.grpo, files, sampled, probe_only)
+    if placed.grpo and sampling:
+        parts = GrpoParts(session, placed.grpo, files, sampling, probe_only)
     else:
         assert placed.sft
-        parts = SftParts(session, placed.sft, files, sampled)
+        parts = SftParts(session, placed.sft, files, sampling)
 
     # The rows are tokenized while Ray starts. To start, engines need only the tokenizer's end tokens.
-    chat_loading = meanwhile(stack, lambda: load_chats(session, placed, files, sampled))
+    chat_loading = meanwhile(stack, lambda: load_chats(session, placed, files, sampling))
 
     def load() -> RunData[Any]:
         chat, _ = chat_loading.result()
@@ -182,8 +182,8 @@ def _start(
     stack.callback(group.kill)
     _, ends = chat_loading.result()
     session.recorder.end_tokens = ends.stops
-    pool = sampled.start_engines(allocation) if sampled else None
-    pools = [pool, *sampled.start_scoring(allocation, role_files)] if sampled and pool else []
+    pool = sampling.start_engines(allocation) if sampling else None
+    pools = [pool, *sampling.start_scoring(allocation, role_files)] if sampling and pool else []
     for each_pool in pools:
         stack.callback(each_pool.kill)
     data = loading.result()

@@ -91,14 +91,14 @@ def meanwhile(stack: ExitStack, work: Callable[[], Value]) -> "Future[Value]":
 
 
 def load_chats(
-    session: Session, settled: Settled, files: ModelFiles, sampled: SamplingParts | None
+    session: Session, settled: Settled, files: ModelFiles, sampling: SamplingParts | None
 ) -> tuple[Chat, EndTokens]:
     """Load the tokenizer and chat template of the run, and of its validation recipe. Return the run's with its end
     tokens.
     """
     configs: dict[str, RunConfig] = {"": settled.config}
-    if sampled and not settled.grpo:
-        configs["validation.recipe: "] = sampled.config
+    if sampling and not settled.grpo:
+        configs["validation.recipe: "] = sampling.config
     loaded: list[tuple[Chat, EndTokens]] = []
     for prefix, config in configs.items():
         with session.starting(f"{prefix}tokenizer"):
@@ -108,6 +108,7 @@ def load_chats(
         for warning in ends.warnings:
             session.events.emit("warning", what=warning)
         loaded.append((chat, ends))
-    if sampled:
-        sampled.chat, sampled.ends = loaded[-1]
+    if sampling:
+        # In a GRPO run these are the run's own; in an SFT run, those of the recipe.
+        sampling.chat, sampling.ends = loaded[-1]
     return loaded[0]

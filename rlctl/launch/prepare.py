@@ -233,7 +233,7 @@ class PreparedRun:
         assert self.plan
         self.problems = self._problems_of(self.plan)
         sampling = settled.sampling
-        # A dry run for this machine calls the user's code here. A run does it when it reads the rows.
+        # A dry run for this machine calls the user's code here. A run calls it later.
         if request.is_dry and target is None and self.demands is None and sampling is not None:
             self.try_users_code(rewards=has_users_reward(sampling.config), environments=sampling.config.has_turns)
 

@@ -155,7 +155,7 @@ class Session:
             reason = f"its rows are not those that the cursor of the checkpoint of step {self.start} counts"
             raise DataError(f"data.train.path: {path_text(self.config.data.train.paths)}: {reason}")
 
-    def go_on(self) -> None:
+    def commit_attempt(self) -> None:
         """Commit the run's directory to this attempt after the checkpoint is loaded.
 
         In a resumed run this writes config.yaml, removes metrics after the checkpoint, and renames damaged checkpoints.
@@ -242,11 +242,11 @@ def run_session(
 
         def end_at_once(status: str, reason: str) -> None:
             if view:
-                view.give_back(f"{reason}; go on: {go_on}")
+                view.give_back(f"{reason}; go on: {resume_command}")
             # A view has an end once the session has emitted `run_ended`.
             if events and not (view and view.end):
                 # A new EventLog writes the event, because the interrupted thread may hold the lock of the session's.
-                EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[go_on])
+                EventLog(run_dir.events).emit("run_ended", status=status, reason=reason, next=[resume_command])
 
         def last_words() -> None:
             end_at_once(interrupts.status, "stopped at once, without a checkpoint of this step")
@@ -271,7 +271,7 @@ def run_session(
             return 1 if error.errno in _FULL else _BAD_INPUT
         if on_directory is not None:
             on_directory(run_dir)
-        go_on = next_commands(settled, run_dir, "interrupted")[0]
+        resume_command = next_commands(settled, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         start_time = events.now()
         # Trackers get the config as on disk, without values from the environment, which may be secret.
@@ -323,18 +323,18 @@ def claim_run_dir(config: RunConfig, resume: Path | None) -> Iterator[RunDir]:
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
-        claim = run_dir.claim()
+        lock = run_dir.claim()
     else:
         run_dir = RunDir.open(resume)
         starts = [event for event in read_records(run_dir.events) if event.get("kind") == "run_started"]
         if starts and starts[-1].get("host") == socket.gethostname() and driver_lives(starts[-1]):
             pid = starts[-1].get("pid")
             raise RunDirError(f"{run_dir.path} is still running (process {pid}): watch it with `rlctl runs dash`")
-        claim = run_dir.claim(_HANDED_OVER_S)
+        lock = run_dir.claim(_HANDED_OVER_S)
     try:
         yield run_dir
     finally:
-        os.close(claim)
+        os.close(lock)
 
 
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:

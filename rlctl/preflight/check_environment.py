@@ -71,7 +71,8 @@ def _check_agent(config: GrpoConfig) -> Violations:
             yield Violation("agent.name", message)
     if agent.command is not None:
         yield from _check_command("agent.command", agent.command)
-        yield from _check_command("agent.wrap", agent.wrap or agent.command)
+        if agent.wrap:
+            yield from _check_command("agent.wrap", agent.wrap)
     try:
         ip_address(agent.bind)
     except ValueError:

@@ -87,7 +87,7 @@ def read_learning_rate(config: Path) -> float:
 
 
 def go_on(session: Session) -> None:
-    session.go_on()
+    session.commit_attempt()
 
 
 def fail(session: Session) -> None:
@@ -110,7 +110,7 @@ def test_a_resume_that_stands_keeps_its_config_and_cuts_what_it_does_again(run: 
         assert session.start == 4
         assert len(read_steps(run)) == 5
         assert read_learning_rate(run / "config.yaml") == 1e-6
-        session.go_on()
+        session.commit_attempt()
 
     assert resume(run, body, "trainer.optimizer.lr=0.5") == 0
     assert read_steps(run) == read_steps(run, "rollouts") == [1, 2, 3, 4]
@@ -127,7 +127,7 @@ def test_a_run_without_a_checkpoint_keeps_no_record_of_its_first_validation(run:
 
     def body(session: Session) -> None:
         if session.resumed:
-            session.go_on()
+            session.commit_attempt()
         with session.recorder.validation(0) as metrics:
             session.recorder.groups(0, "validation", list_groups)
             metrics["validation/prompts"] = 1
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_said_and_set_aside_once_an_older_one_stands(
 
     def body(session: Session) -> None:
         assert session.start == 2
-        session.go_on()
+        session.commit_attempt()
 
     assert resume(run, body) == 0
     # The view of one process shows both attempts.
@@ -180,7 +180,7 @@ def test_a_restart_goes_through_the_same_door(run: Path) -> None:
 
     def body(session: Session) -> None:
         starts.append(session.start)
-        session.go_on()
+        session.commit_attempt()
         if len(starts) == 1:
             (run / "checkpoints/step_4/state.json").write_text("{")
             raise WorkerDied("train", ["trainer-0"], "killed")

@@ -136,3 +136,10 @@ def test_a_rollout_function_must_be_there_and_may_value_its_rollouts_itself(
     assert load_game(*alone, "rollout=mine.py:play").has_turns
     (problem,) = problems(*alone, f"rollout={name}")
     assert problem.replace(f"{home}/", "") == expected
+
+
+def test_a_program_that_is_not_here_is_one_problem_at_its_own_key(home: Path) -> None:
+    absent = "there is no program nosuchprogram on this machine's path"
+    assert problems("environment.name=null", "agent.command=nosuchprogram run") == [f"agent.command: {absent}"]
+    wrapped = problems("environment.name=null", "agent.command=sh agent.sh", "agent.wrap=nosuchprogram")
+    assert wrapped == [f"agent.wrap: {absent}"]
