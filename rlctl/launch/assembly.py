@@ -131,9 +131,7 @@ def assemble(settled: Settled, runtime: Runtime, reader: RowReader, probe_only: 
 def _start(
     settled: Settled, runtime: Runtime, reader: RowReader, probe_only: bool, session: Session, stack: ExitStack
 ) -> "tuple[Loop | None, WorkerGroup, GeneratorPool | None]":
-    """Start the parts; `stack` ends them. Return (loop, trainer ranks, engines). The loop is None if the run only
-    probes.
-    """
+    """Start the parts; `stack` ends them. Return (loop or None if the run only probes, trainer ranks, engines)."""
     config = settled.config
     emit = session.events.emit
     files = find_model(config, session.run_dir, session.checkpoint)

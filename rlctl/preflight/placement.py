@@ -200,7 +200,7 @@ def _place_run(nodes: Sequence[NodeResources], resources: ResourceRequest, devic
             free_devices = [devices if node == only_node else [] for node, devices in enumerate(free_devices)]
         elif takes_turns and has_enough:
             raise PlacementError(_describe_unequal(nodes, resources))
-    # `_take_slots` removes devices from its list. Unless trainer and engines take turns, both calls use the same list
+    # `take_slots` removes devices from its list. Unless trainer and engines take turns, both calls use the same list
     # on purpose.
     engine_devices = [list(devices) for devices in free_devices] if takes_turns else free_devices
     trainers = take_slots(free_devices, resources.ranks, size=1, strategy=resources.trainer)
