@@ -52,7 +52,7 @@ from rlctl.environments.messages import (
     read_tools_called,
 )
 from rlctl.environments.metric_rows import TOOL_RAISED
-from rlctl.environments.outcomes import UNREACHED, EnvironmentFailure, EnvironmentSpec, ToolResult
+from rlctl.environments.outcomes import LATE, EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.tool_formats import Call, MalformedCall
 from rlctl.utils.devices import usable_cores
 from rlctl.utils.event_loop import EventLoop
@@ -346,7 +346,7 @@ class EnvironmentPool:
             outcome = EnvironmentFailure("contract", f"its process answered a {message.kind} with something else")
         if outcome.kind == "timeout" and isinstance(message, BeginAgent):
             # An agent's first action ends with its first request, so none has come.
-            outcome = replace(outcome, detail=UNREACHED)
+            outcome = replace(outcome, detail=LATE)
         if self._episodes.get(episode) is not placed:
             # Another action of this episode has failed, or the episode was closed meanwhile.
             return outcome

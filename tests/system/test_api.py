@@ -20,12 +20,13 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_two_runs_one_after_the_other_with_a_reward_of_this_process(tmp_path: Path) -> None:
+def test_two_runs_one_after_the_other_with_rows_and_a_reward_of_this_process(tmp_path: Path) -> None:
     factor = 0.01
 
     def brevity(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> float:
         return 1.0 - factor * len(completion)
 
+    rows = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(40, 50) for b in range(20)]
     variables = dict(os.environ)
     handler = signal.getsignal(signal.SIGINT)
     lines = list[str]()
@@ -35,6 +36,7 @@ def test_two_runs_one_after_the_other_with_a_reward_of_this_process(tmp_path: Pa
         "validation.max_prompts": 20,
         "validation.every": 0,
         "grpo.num_steps": 2,
+        "data.train.path": rows,
         "rewards": ["exact", {"name": brevity, "weight": 0.1}],
     }
     first_run = rlctl.train("grpo-tiny", overrides, log=lines.append, on_step=steps.append)
@@ -50,6 +52,7 @@ def test_two_runs_one_after_the_other_with_a_reward_of_this_process(tmp_path: Pa
     checkpoint = second_run.checkpoints[-1]
     assert checkpoint.step == 3 and checkpoint.weights and (checkpoint.weights / "config.json").is_file()
     group = next(second_run.rollouts("train", step=3))
+    assert {"prompt": group.prompt, "answer": int(group.answer)} in rows
     rollout = group.rollouts[0]
     assert rollout.rewards["brevity"] == pytest.approx(1.0 - factor * len(rollout.text.removesuffix("<eos>")))
     assert len(group.exact_tokens()) == len(group.rollouts)
