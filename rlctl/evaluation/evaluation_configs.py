@@ -64,7 +64,7 @@ def checked_run(target: Target, scratch: Path) -> tuple[SettledGrpo, ModelFiles,
     Raises ConfigError, ModelError, PlacementError.
     """
     config, _ = config_of(target, 0)
-    files = ModelFiles.prepare(config.model, scratch, 0)
+    files = ModelFiles.prepare(config.model, scratch, seed=0)
     gpus = count_gpus()
     request = ResourceRequest(
         ranks=1, engines=1, colocated=gpus > 0, cpus_per_process=config.placement.cpus_per_process

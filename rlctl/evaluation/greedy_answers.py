@@ -66,11 +66,12 @@ def _measure_rounding(
     has_other_best = []
     for sequence, rows in zip(sequences, logits):
         best_logits, best_tokens = rows.topk(2)
-        rounded = plain_logits(rounded_lm, sequence)[:-1]
-        rounded_pairs = rounded.gather(1, best_tokens)
+        rounded_logits = plain_logits(rounded_lm, sequence)[:-1]
+        # Rounded logits of the two tokens that are the best in float32.
+        rounded_pairs = rounded_logits.gather(1, best_tokens)
         rounded_gaps = rounded_pairs[:, 0] - rounded_pairs[:, 1]
         gap_changes.append(rounded_gaps - (best_logits[:, 0] - best_logits[:, 1]))
-        has_other_best.append(rounded_pairs[:, 0] < rounded.amax(-1))
+        has_other_best.append(rounded_pairs[:, 0] < rounded_logits.amax(-1))
     return _TieRounding(
         gap=float(torch.cat(gap_changes).abs().max()),
         share=float(torch.cat(has_other_best).float().mean()),

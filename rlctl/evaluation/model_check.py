@@ -85,7 +85,7 @@ class CheckedEngine:
         """
         holding = trainer.sender.refit_holding(dtype, True)
         self._plan = RefitPlan.build(trainer.sender.refit_layout(dtype), [holding.boxes], _CHUNK_BYTES, _CHUNK_BYTES)
-        spec = TransportSpec("shm", 1, 60.0, folder=str(folder))
+        spec = TransportSpec("shm", receivers=1, timeout_s=60.0, folder=str(folder))
         trainer.sender.refit_open(spec, self._plan)
         # The trainer has rank 0 and the engine rank 1. `in_flight` is False, because no request runs during a refit.
         return self._process.call(Engine.refit_open, spec, self._plan, 1, mode, False)

@@ -143,12 +143,12 @@ def judge_served(served: Served, chosen: LoadMode) -> Finding:
     changed = [name for name in before if before[name] != served.between.get(name)]
     unrestored = [name for name in before if before[name] != served.after.get(name)]
     unchanged = [] if served.adapts else _find_unchanged(served, changed)
-    thawed = [name for name in changed if served.adapts and _is_parameter(name)]
+    changed_frozen = [name for name in changed if served.adapts and _is_parameter(name)]
     unsent = sorted(set(served.required) - set(served.sent))
     text = f"{len(served.sent)} tensors sent, twice, {chosen.mode} ({chosen.why}): "
     text += f"first other values changed {len(changed)} of the engine's {len(before)}"
     text += f", but not {min(unchanged)}" if unchanged else ""
-    text += f", also {_tensor_name(thawed[0])}, which is frozen" if thawed else ""
+    text += f", also {_tensor_name(changed_frozen[0])}, which is frozen" if changed_frozen else ""
     text += f"; then {len(before) - len(unrestored)} were bit for bit those of the start"
     text += f", but not {_tensor_name(unrestored[0])}" if unrestored else ""
     text += ", and answers too" if served.has_same_answers else "; answers were not"
@@ -157,7 +157,7 @@ def judge_served(served: Served, chosen: LoadMode) -> Finding:
         text = f"{unsent[0]}{further} of the model's {len(served.required)} tensors not sent"
         text += ": engines would serve others"
     is_complete = bool(changed) and not unchanged and not unsent
-    holds = is_complete and not thawed and not unrestored and served.has_same_answers
+    holds = is_complete and not changed_frozen and not unrestored and served.has_same_answers
     return Finding("served = sent", text, holds, {"tensors": len(before), "changed": len(changed)})
 
 

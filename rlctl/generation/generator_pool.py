@@ -347,6 +347,7 @@ class GeneratorPool:
         worker = self.slots[index]
         end = time.monotonic() + self._deadline_s
         if worker is None:
+            # The node was lost before an engine could be started.
             return False
         while True:
             try:

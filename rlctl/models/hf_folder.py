@@ -240,6 +240,7 @@ class Companions:
     def write(self, folder: Path, dtype: str | None) -> None:
         """Write the files into a folder. dtype: of its weights; None for an adapter folder, without config.json."""
         if dtype:
+            # Configs of earlier releases of transformers have the key torch_dtype.
             key = "torch_dtype" if "torch_dtype" in self.config else "dtype"
             (folder / "config.json").write_text(json.dumps({**self.config, key: dtype}, indent=2) + "\n")
         for name, content in self.files.items():

@@ -61,6 +61,8 @@ def load_groups(folder: Path) -> dict[int, list[Rollout]]:
         columns = {name: file[name] for name in file.files}
     if "rows" not in columns:
         raise EarlierVersion(earlier_version(folder.parents[1], f"{folder.name} has answers in place of trajectories"))
+    # The columns have the rows of all rollouts, and the rollouts of all groups, one after the other. So each rollout
+    # takes its number of rows from one iterator, and each group its number of rollouts from another.
     ends = np.cumsum(columns["lengths"]).tolist()
     starts = [0, *ends[:-1]]
     rows = iter(

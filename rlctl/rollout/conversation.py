@@ -118,6 +118,7 @@ class Conversation:
         rows = []
         for leaf in range(len(self.nodes)):
             if leaf in parents:
+                # Not a leaf: another node follows it.
                 continue
             path = self.path(leaf)
             sampled = [index for index in path if self.nodes[index].turn >= 0 and len(self.nodes[index].tokens)]

@@ -127,6 +127,7 @@ class EngineQueue:
         if self.lost:
             return
         self.lost = error
+        # Nobody needs the aborted turns again. Their `abort` waits for a confirmation that this engine cannot give.
         aborted = [turn for turn in self.turns.values() if turn.answer.cancelled()]
         for turn in aborted:
             self._remove_turn(turn)

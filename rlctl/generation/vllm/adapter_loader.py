@@ -139,8 +139,10 @@ def _reserve_rows(spec: AdapterSpec) -> Iterator[None]:
         weight = layer.weight
         if weight.device.type not in folded_on:
             return
-        parts = kwargs.get("output_partition_sizes", args[1] if len(args) > 1 else [0])
-        rows_of_a = -(-spec.rank * len(parts) // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        # vLLM gives the sizes by keyword or as the second argument: one for each projection of a merged layer. Each of
+        # these projections has its own rows of A.
+        projection_sizes = kwargs.get("output_partition_sizes", args[1] if len(args) > 1 else [0])
+        rows_of_a = -(-spec.rank * len(projection_sizes) // _ROW_MULTIPLE) * _ROW_MULTIPLE
         rows, columns = weight.shape
         folded_weight = torch.zeros(rows + rows_of_a, columns, dtype=weight.dtype, device=weight.device)
         layer.register_buffer("rl_weight", folded_weight, persistent=False)
