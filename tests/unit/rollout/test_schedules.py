@@ -108,7 +108,7 @@ def fill_every_place(self: GroupTable, number: int, uselessness: str | None) -> 
 
 def select_first_to_end(self: GroupTable) -> list[int]:
     ready = sorted(self.in_state(GroupState.READY), key=lambda group: group.finished)
-    return [group.number for group in ready][: self.places]
+    return [group.number for group in ready][: self.num_lacking]
 
 
 def replace_none(self: RolloutBuffer, *arguments: Any) -> bool:
