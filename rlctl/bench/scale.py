@@ -289,8 +289,7 @@ class ScaleResults(Results):
     interrupted: bool = False
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        table = ResultTable([row.cells() for row in self.rows], gap=1)
-        return [table, Line(_LEGEND, "dim")]
+        return [ResultTable([row.cells() for row in self.rows], gap=1), Line(_LEGEND, "dim")]
 
 
 def _seconds_text(seconds: float) -> str:

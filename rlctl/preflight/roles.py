@@ -202,21 +202,12 @@ def _place_role(
         return _place_on_engines(role, facts.sizes or policy, trainer.dtype, room)
     if facts.is_first and role.place != "resident":
         return _place_first(role, policy, trainer, room.device)
-    size = DTYPE_BYTES[trainer.dtype]
-    shards = backend_of(trainer).shard_counts(trainer)
-    sizes = facts.sizes or policy
-    role_bytes = shards.rank_parameters(sizes) * size
-    if facts.is_adapter and trainer.adapters:
-        role_bytes = -(-trainer.adapters.parameters // shards.weights) * size
+    role_bytes = _shard_bytes(facts, facts.sizes or policy, trainer, DTYPE_BYTES[trainer.dtype])
     rate = _LINK_RATES[room.device]
     swap_s = (2 * _live_bytes(facts, policy, trainer) + role_bytes) / rate
     load_s = role_bytes / rate if room.device == "cuda" else 0.0
-    swapped = PlacedRole(
-        role.name,
-        "swapped",
-        f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {_gib(role_bytes)} in",
-        HeldRole(role.name, role_bytes, is_resident=False),
-    )
+    reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {_gib(role_bytes)} in"
+    swapped = PlacedRole(role.name, "swapped", reason, HeldRole(role.name, role_bytes, is_resident=False))
     reason = f"{load_s:.2g} s of copies a pass" if load_s else "no copies"
     if facts.difference is None:
         reason += f", against {swap_s:.2g} s if it were swapped"
@@ -227,26 +218,20 @@ def _place_role(
     usable = None if room.capacity is None or room.device == "cpu" else int(_USABLE * room.capacity)
     if usable is None or room.taken + role_bytes <= usable:
         return resident
+    others = f"beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
     if can_swap and role.place == "auto":
-        arithmetic = f"{_gib(role_bytes)} beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
-        return replace(swapped, reason=f"{swapped.reason}; resident does not fit: {arithmetic}")
-    remedy = (
-        f"{role.name}.place=swapped takes no memory of the device" if can_swap else "more trainer.num_ranks hold it"
-    )
-    problem = (
-        f"takes {_gib(role_bytes)} of each device beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
-    )
-    return replace(resident, problem=f"{problem}: {remedy}")
+        return replace(swapped, reason=f"{swapped.reason}; resident does not fit: {_gib(role_bytes)} {others}")
+    remedy = "more trainer.num_ranks hold it"
+    if can_swap:
+        remedy = f"{role.name}.place=swapped takes no memory of the device"
+    return replace(resident, problem=f"takes {_gib(role_bytes)} of each device {others}: {remedy}")
 
 
 def _place_distilled(
     teacher: TeacherUse, facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings, device: Device
 ) -> PlacedRole:
     """Return the place of the teacher from which an update computes a divergence. The forecast counts its memory."""
-    rank_bytes = backend_of(trainer).shard_counts(trainer).rank_parameters(teacher.sizes) * DTYPE_BYTES[trainer.dtype]
-    if facts.is_adapter and trainer.adapters:
-        shards = backend_of(trainer).shard_counts(trainer)
-        rank_bytes = -(-trainer.adapters.parameters // shards.weights) * DTYPE_BYTES[trainer.dtype]
+    rank_bytes = _shard_bytes(facts, teacher.sizes, trainer, DTYPE_BYTES[trainer.dtype])
     if teacher.is_resident:
         reason = f"its pass precedes each micro-batch's loss: {_gib(rank_bytes)} of each device in an update"
         return PlacedRole(TEACHER, "resident", reason, HeldRole(TEACHER, rank_bytes, is_resident=True, phase="train"))
@@ -291,12 +276,17 @@ def _place_first(role: WrittenRole, policy: ModelSizes, trainer: TrainerSettings
 
 def _live_bytes(facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings) -> int:
     """Return the bytes of a rank's weights that a swapped role replaces."""
+    # Frozen weights below adapters have the compute dtype.
+    size = DTYPE_BYTES[trainer.dtype] if trainer.adapters and not facts.is_adapter else FLOAT32
+    return _shard_bytes(facts, policy, trainer, size)
+
+
+def _shard_bytes(facts: RoleFacts, sizes: ModelSizes, trainer: TrainerSettings, size: int) -> int:
+    """Return the bytes of a rank's shard of a role's weights, or of its adapters. size: bytes of a number."""
     shards = backend_of(trainer).shard_counts(trainer)
     if facts.is_adapter and trainer.adapters:
-        return -(-trainer.adapters.parameters // shards.weights) * FLOAT32
-    # Frozen weights below adapters have the compute dtype.
-    size = DTYPE_BYTES[trainer.dtype] if trainer.adapters else FLOAT32
-    return shards.rank_parameters(policy) * size
+        return -(-trainer.adapters.parameters // shards.weights) * size
+    return shards.rank_parameters(sizes) * size
 
 
 def role_choices(roles: Mapping[Role, PlacedRole]) -> tuple[Choice, ...]:
