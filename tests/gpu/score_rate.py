@@ -59,7 +59,7 @@ def _engine_spec(model: Path, arguments: argparse.Namespace) -> EngineSpec:
         tensor_parallel_size=1,
         max_num_seqs=64,
         gpu_memory_utilization=0.9,
-        kv_cache_mib=8192,
+        kv_cache_mib=8192 if arguments.device == "cuda" else 64,
         top_p=1.0,
         top_k=0,
         stop_token_ids=(),
