@@ -42,12 +42,12 @@ def complete_arguments(ctx: typer.Context, incomplete: str) -> Offers:
     """Offer recipes, and keys with their values. bash passes `key=value` as three words, zsh and fish as one."""
     kind = {"grpo": "grpo", "sft": "sft", "eval": "grpo"}.get(str(ctx.info_name))
     arguments = [str(argument) for argument in ctx.params.get("arguments") or []]
-    # bash at `key=VAL`: `key` and `=` are finished words.
+    # While VAL of `key=VAL` is completed, bash passes `key` and `=` as two finished words before it.
     if arguments[-1:] == ["="]:
         arguments.pop()
         key = arguments[-1] if arguments else ""
         return [(value, doc) for value, doc in _offer_values(key, kind) if value.startswith(incomplete)]
-    # bash at `key=`: click has replaced the unfinished word `=` by an empty one.
+    # At the end of `key=`, bash passes `key`, and click has replaced the unfinished word `=` by an empty one.
     if arguments and arguments[-1] in _fields_by_key(kind) and not incomplete:
         return _offer_values(arguments[-1], kind)
     key, equals, _ = incomplete.partition("=")

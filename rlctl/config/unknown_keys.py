@@ -57,7 +57,8 @@ class KnownKeys:
     def answers_whole_section(self, path: str, names: list[str]) -> bool:
         """Return True if one remark fits a whole unknown section with the keys `names`.
 
-        That is so if rlctl has this section elsewhere, or if it is a peer's section that has its own row.
+        That is so if rlctl has this section elsewhere, or if `peer_keys.yaml` has an entry for the section: a section
+        of verl, NeMo-RL or another framework.
         """
         for section in _keys_with_name(path.rpartition(".")[2], self._all_keys, sections_only=True):
             if all(f"{section}.{name}" in self._all_keys for name in names):

@@ -164,15 +164,16 @@ def _tokens_and_mask(chat: Chat, pieces: list[tuple[list[int], bool]]) -> Tokens
 
 
 def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
-    """Return the turn of message `index` as the template writes it as the last turn. Raises DataError."""
+    """Return the turn of message `index`, as the template renders it when the message is the last. Raises DataError."""
     prompt = chat.render(messages[:index], generation=True, tools=tools)
     chat_text = chat.render(messages[: index + 1], generation=False, tools=tools)
     # The prompt without the opening of thinking, which the template may write only in a prompt.
-    bare = prompt.rstrip().removesuffix(_OPEN)
-    thinking = _thinking(chat, messages[index], opened=bare != prompt.rstrip())
-    start = len(prompt) if chat_text.startswith(prompt) else len(bare)
+    prompt_without_think = prompt.rstrip().removesuffix(_OPEN)
+    thinking = _thinking(chat, messages[index], opened=prompt_without_think != prompt.rstrip())
+    start = len(prompt) if chat_text.startswith(prompt) else len(prompt_without_think)
     end = _end_of_turn(chat, chat_text, start)
     text = chat_text[start:end]
+    # True if the template writes more text behind the turn, which is left out.
     is_cut = bool(chat_text[end:].strip())
     if chat.template is not None and chat.end_marker(chat_text) is None:
         # Some templates end a turn only when the next message follows.
@@ -182,7 +183,7 @@ def _written_turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> T
     if chat_text.startswith(prompt) and keeps_thinking:
         is_silent = _is_silent(messages[index], remove_marks(text))
         return TrainedTurn(index=index, prompt=prompt, text=text, is_cut=is_cut, is_silent=is_silent)
-    if not chat_text.startswith(bare):
+    if not chat_text.startswith(prompt_without_think):
         raise DataError(
             f"the chat template is not prefix-stable at message {index + 1}: what it writes before the assistant's "
             "turn changes with the turn; set another data.chat_template"

@@ -272,17 +272,16 @@ def _reserved_name_hint(name: str, members: Mapping[str, Callable[..., Any]]) ->
     return did_you_mean(name, [reserved for reserved in RESERVED if reserved not in members])
 
 
-def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], reserved: Sequence[str]) -> list[str]:
+def _class_notes(environment: type, members: Mapping[str, Callable[..., Any]], hooks: Sequence[str]) -> list[str]:
+    """Return notes on an environment. hooks: the names of `RESERVED`, without a `step` that is a tool."""
     notes = []
     if "get_reward" not in members:
         remedy = "a reward function must value its episodes; its parameter `environments` gets the instance, as in TRL"
         notes.append(f"{NO_REWARD}: {remedy}")
-    if "step" in members and "step" not in reserved:
-        notes.append(
-            "step is a tool: it is documented as one, as in TRL; without `Args:` it would answer messages that call no "
-            "tool"
-        )
-    if not set(members) - set(reserved) and "step" not in members:
+    if "step" in members and "step" not in hooks:
+        documented = "it is documented as one, as in TRL"
+        notes.append(f"step is a tool: {documented}; without `Args:` it would answer messages that call no tool")
+    if not set(members) - set(hooks) and "step" not in members:
         notes.append("has neither tools nor step: the model's first message ends the episode")
     for name in set(members) - set(RESERVED):
         if hint := _reserved_name_hint(name, members):

@@ -240,7 +240,10 @@ def add_column(
 
 
 def _select_sequences(batch: TrainingBatch, finite: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """Return the batch restricted to the `finite` sequences, with the outcomes that `make_batch` would give."""
+    """Return the batch with only the sequences at the indices `finite`.
+
+    The outcomes of its tasks are computed again, as if `make_batch` had got only these sequences.
+    """
     scored = batch.scored
     counts = np.ones(len(scored), np.bool_)
     counts[np.delete(batch.rows, finite)] = False

@@ -131,6 +131,7 @@ class Conversation:
     def _make_row(self, path: list[int], trains: set[int]) -> TrajectoryRow:
         """Return the row of a path. trains: indices of the nodes that this row trains."""
         nodes = [(self.nodes[index], index in trains) for index in path]
+        # Sampled tokens that another row trains count as given here, so that no token is trained twice.
         return TrajectoryRow(
             tokens=np.concatenate([node.tokens for node, _ in nodes]),
             sampled=np.concatenate([np.full(len(node.tokens), is_trained) for node, is_trained in nodes]),

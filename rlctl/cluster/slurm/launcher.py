@@ -24,7 +24,7 @@ _SOON_MINUTES = 10
 # Seconds between two calls to Slurm, whose controller all users share, and between two reads of the shared folder.
 _QUEUE_S = 5.0
 _REPORTS_S = 0.5
-# Seconds after which a network file system may show a file to another machine.
+# Most seconds until another machine sees a new file on a network file system.
 _FILES_S = 90.0
 
 

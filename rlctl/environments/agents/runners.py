@@ -44,11 +44,11 @@ def announce(task: AgentTask, base_url: str, api_key: str) -> None:
 
 
 def start_function(function: Agent, launch: AgentLaunch) -> Callable[[], None]:
-    """Call an agent's function in its own thread, so that agents can block. Return a function that stops the agent.
+    """Call an agent's function in a thread, so that agents can block. Return a function that stops the agent.
 
-    All coroutines run on one event loop of the process, because an async client works on one loop only and most SDKs
-    keep one client a process. The returned function cancels a coroutine. It cannot end a thread, which loses its
-    session.
+    The coroutine of an async function runs on the one event loop of the process: an async client works on one loop
+    only, and most SDKs keep one client a process. The returned function cancels a coroutine. It cannot end a thread:
+    the thread runs on, and its session is closed.
     """
     is_stopped = threading.Event()
     # The coroutine's task once it has started; at most one.
