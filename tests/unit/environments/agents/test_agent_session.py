@@ -316,7 +316,7 @@ def test_an_error_of_the_endpoints_own_is_told_once_and_not_tried_again(serve: S
 
     def answer_without_tokens() -> None:
         assert served.has_requests.wait(10)
-        served.run_on_loop(lambda: served.session.answer(0, ([1], [0.0])))  # type: ignore[arg-type]
+        served.run_on_loop(lambda: served.session.take_answer(0, ([1], [0.0])))  # type: ignore[arg-type]
 
     answering = threading.Thread(target=answer_without_tokens)
     answering.start()
