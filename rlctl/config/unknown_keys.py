@@ -25,6 +25,8 @@ _NEAR_ELSEWHERE = 0.8
 _VERY_NEAR = 0.9
 # Fewest letters of a word that counts as a form of a longer one.
 _SHORTEST_FORM = 3
+# Sections of the models besides the policy.
+_OTHER_MODELS = ("reference", "teacher", "teachers")
 # One-word names that are clear without their section. Others, such as `type`, `enabled` or `path`, are not.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
 
@@ -199,7 +201,11 @@ def _keys_of_one_meaning(path: str, keys: Mapping[str, bool], sections_only: boo
     is_clear = _is_clear(name) or sections_only or "." not in path
     min_ratio = _SAME_SECTION if is_clear else _EQUAL_SECTION
     in_same_section = [key for key in same_name if _sections_ratio(path, key) >= min_ratio]
-    return in_same_section or (same_name if is_clear else [])
+    if in_same_section or not is_clear:
+        return in_same_section
+    # Models beside the policy repeat its keys: a path that names no such model means the policy's.
+    of_policy = [key for key in same_name if key.partition(".")[0] not in _OTHER_MODELS]
+    return of_policy or same_name
 
 
 def _is_clear(name: str) -> bool:

@@ -33,7 +33,8 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     count = pack // length * layout_of(settled.trainer).data
     term = None
     policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
-    roles = policy + tuple(name for name, role in settled.placed_roles.items() if role.place != "engines")
+    on_engines = {name for name, role in settled.placed_roles.items() if role.place == "engines"}
+    roles = policy + tuple(role for role in settled.frozen_roles if role not in on_engines)
     if settled.grpo and settled.trainer.teacher:
         # The teacher's pass is part of each update.
         term = settled.grpo.config.grpo.loss.distillation

@@ -66,6 +66,7 @@ def make_components(
         "recorder",
         "devices",
         "monitor",
+        "frozen",
         "decode",
         "failure_cause",
         "tool_cause",

@@ -69,7 +69,7 @@ def test_an_empty_folder_says_how_to_begin(tmp_path: Path) -> None:
 def test_show_explains_every_metric_of_the_last_step(runs: Path) -> None:
     code, out, _ = call("show", "a", "--dir", runs)
     assert code == 0
-    assert "validation accuracy" in out and "mean response, tokens" in out and "Next steps" in out
+    assert "validation accuracy" in out and "mean length of a response, tokens" in out and "Next steps" in out
 
 
 def test_show_for_scripts(runs: Path) -> None:

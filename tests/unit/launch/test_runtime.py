@@ -107,13 +107,13 @@ def test_a_run_that_waited_in_vain_for_a_lost_node_says_what_fits_the_others(mon
 class LocalReservation:
     """Stand-in for a reservation on a cluster, whose nodes do not exist."""
 
-    def __init__(self, shares: list[NodeRequest], deadline_s: float) -> None:
-        self.shares = shares
-        self.nodes = [SimpleNamespace(memory=None) for _ in shares]
-        for share in shares:
-            share.node.free["CPU"] -= share.cpus
+    def __init__(self, requests: list[NodeRequest], deadline_s: float) -> None:
+        self.requests = requests
+        self.nodes = [SimpleNamespace(memory=None) for _ in requests]
+        for request in requests:
+            request.node.free["CPU"] -= request.cpus
 
     def release(self) -> None:
-        """Give the shares back."""
-        for share in self.shares:
-            share.node.free["CPU"] += share.cpus
+        """Give the CPUs back."""
+        for request in self.requests:
+            request.node.free["CPU"] += request.cpus
