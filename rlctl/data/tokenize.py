@@ -225,8 +225,10 @@ def tokenize_prompts(
             own_chat = _chat_of(row, chat, report)
             prompt = own_chat.prompt(messages, tools)
             report.note_unwritten(unwritten.find_roles(own_chat, messages, tools, generation=True))
-        report.run_together += chat.template is None and len(messages) > 1
-        report.unshown_tools += bool(tools) and not chat.shows_tools
+        if chat.template is None and len(messages) > 1:
+            report.run_together += 1
+        if tools and not chat.shows_tools:
+            report.unshown_tools += 1
         tokens = prompt.tokens
         report.note_spelled(row, prompt.spelled)
         report.note_unknown(row, tokens, chat)
@@ -281,7 +283,8 @@ def tokenize_samples(
         report.untrained_rows += not row_samples.rows
         # Without a template a question and its answer are usual, so only longer chats count.
         report.run_together += chat.template is None and len(messages) > 2
-        report.unshown_tools += bool(tools) and not chat.shows_tools
+        if tools and not chat.shows_tools:
+            report.unshown_tools += 1
         report.cut_turns += row_samples.cut
         report.silent_turns += row_samples.silent
         report.unended += row_samples.unended

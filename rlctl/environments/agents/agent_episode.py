@@ -84,7 +84,7 @@ class AgentEpisode:
         self._has_ended = False
         # Value or failure of an agent that has ended.
         self._outcome: Any = None
-        # Number of a close that came before the agent's end, and is answered at this end.
+        # Number of the close action that came while the agent ran. It is answered once the agent has ended.
         self._waiting_close: int | None = None
 
     def submit(self, action: int, message: EpisodeMessage) -> None:
