@@ -359,7 +359,7 @@ def test_files_that_are_named_are_there(path: Path) -> None:
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
-@pytest.mark.parametrize("page", [path for path in PAGES if path.parent.parent.name == "rlctl"], ids=name_of)
+@pytest.mark.parametrize("page", [path for path in PAGES if path.parent.parent == ROOT / "rlctl"], ids=name_of)
 def test_a_folders_page_names_each_of_its_modules(page: Path) -> None:
     """A module of a deeper folder may be named by its folder, or on the folder's own page."""
     folder = page.parent
