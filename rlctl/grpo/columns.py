@@ -24,11 +24,16 @@ def models_of_sequences(
 
     With several teachers it is the teacher that the row of the sequence's task names.
     """
-    key = config.teacher_key
-    if role != TEACHER or key is None:
+    if role != TEACHER:
         return [role] * len(batch.sequences)
-    rows = {group.task.id: group.task.row for group in groups}
-    return [f"teachers.{rows[task_id][key]}" for task_id, _ in batch.places]
+    teachers = {group.task.id: _teacher_of(config, group) for group in groups}
+    return [teachers[task_id] for task_id, _ in batch.places]
+
+
+def _teacher_of(config: GrpoConfig, group: RolloutGroup) -> Role:
+    """Return the teacher of a group: the only one, or the one that the row of its task names."""
+    key = config.teacher_key
+    return TEACHER if key is None else f"teachers.{group.task.row[key]}"
 
 
 def score_by_models(
@@ -62,11 +67,10 @@ def begin_scores(config: GrpoConfig, score: ScoreGroups, frozen: Mapping[Role, F
     def score_and_begin(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         scored = score(groups)
         for group in scored:
-            key = config.teacher_key
-            model = TEACHER if key is None else f"teachers.{group.task.row[key]}"
-            if model in frozen:
+            teacher = _teacher_of(config, group)
+            if teacher in frozen:
                 rows = [row for rollout in group.rollouts for row in rollout.rows]
-                frozen[model].begin([GivenTokens(row.tokens, row.sampled) for row in rows if row.sampled.any()])
+                frozen[teacher].begin([GivenTokens(row.tokens, row.sampled) for row in rows if row.sampled.any()])
         return scored
 
     return score_and_begin

@@ -182,8 +182,8 @@ def _start(
     session.recorder.end_tokens = ends.stops
     pool = sampling.start_engines(allocation) if sampling else None
     pools = [pool, *sampling.start_scoring(allocation, role_files)] if sampling and pool else []
-    for each_pool in pools:
-        stack.callback(each_pool.kill)
+    for engine_pool in pools:
+        stack.callback(engine_pool.kill)
     data = loading.result()
     session.recorder.export_dtype = placed.export_dtype
     with session.starting("trainer"):
@@ -194,11 +194,11 @@ def _start(
         precompile(session, placed, trainer)
     if pools:
         with session.starting("generator"):
-            for each_pool in pools:
-                each_pool.wait_until_built()
+            for engine_pool in pools:
+                engine_pool.wait_until_built()
     pids = {worker.name: worker.pid() for worker in group.workers}
-    for each_pool in pools:
-        pids |= {engine.name: engine.pid() for engine in each_pool.engines}
+    for engine_pool in pools:
+        pids |= {engine.name: engine.pid() for engine in engine_pool.engines}
     emit("processes", **pids)
 
     # The checkpoint is loaded before the first refit, so that engines get the weights that training continues from.

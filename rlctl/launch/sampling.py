@@ -6,6 +6,7 @@ A GRPO run has these parts. An SFT run has them if a recipe validates it.
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,8 +135,8 @@ class SamplingParts:
         session = self.session
         config = self.config
         slots = list(allocation.placement.scoring)
+        sampler = engine_spec(self.settled, self.files, self.ends.stops, allocation.placement)
         for role in scoring_roles(config) if role_files else ():
-            sampler = engine_spec(self.settled, self.files, self.ends.stops, allocation.placement)
             spec = scoring_spec(sampler, role, role_files[role.name])
             own_slots = slots[: role.num_engines]
             del slots[: role.num_engines]
@@ -145,7 +146,8 @@ class SamplingParts:
                 str(session.logs),
                 config.run.deadline_s,
                 config.generation.max_restarts,
-                session.events.emit,
+                # Events name the role: the engines' numbers are those of the run's other engines too.
+                partial(session.events.emit, role=role.name),
                 name=role.name,
             )
             self.scoring[role.name] = pool

@@ -96,14 +96,21 @@ def engine_slots(settled: SettledGrpo, allocation: Allocation, waits: Waits) -> 
     """Return the node and environment of each engine. waits: explains slow calls to the user."""
     # By ipc an engine maps memory of the trainer's GPUs, so that its process must see them.
     reads_peers = transport_of(settled, allocation.placement) == "ipc"
+    return _engine_slots(settled, allocation.placement.engines, allocation, waits, reads_peers=reads_peers)
+
+
+def _engine_slots(
+    settled: SettledGrpo, slots: Sequence[PlacementSlot], allocation: Allocation, waits: Waits, *, reads_peers: bool
+) -> list[EngineSlot]:
+    """Return the node and environment of the engine in each slot. reads_peers: it sees the trainer's GPUs too."""
     engine_environment = engine_kind(settled.config.generation.engine.name).environment
     device = allocation.placement.device
-    slots = []
-    for slot in allocation.placement.engines:
+    engine_slots = []
+    for slot in slots:
         peers = allocation.peer_devices(slot) if reads_peers else []
         env = engine_environment(device, allocation.devices(slot), peers) | allocation.environment(slot)
-        slots.append(EngineSlot(env, allocation.node(slot), waits))
-    return slots
+        engine_slots.append(EngineSlot(env, allocation.node(slot), waits))
+    return engine_slots
 
 
 def engine_spec(settled: SettledGrpo, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
@@ -172,16 +179,7 @@ def scoring_slots(
     settled: SettledGrpo, slots: Sequence[PlacementSlot], allocation: Allocation, waits: Waits
 ) -> list[EngineSlot]:
     """Return the node and environment of each engine that scores. slots: where the engines of one role are."""
-    engine_environment = engine_kind(settled.config.generation.engine.name).environment
-    device = allocation.placement.device
-    return [
-        EngineSlot(
-            engine_environment(device, allocation.devices(slot), []) | allocation.environment(slot),
-            allocation.node(slot),
-            waits,
-        )
-        for slot in slots
-    ]
+    return _engine_slots(settled, slots, allocation, waits, reads_peers=False)
 
 
 def refit_options(settled: SettledGrpo, placement: Placement, folder: str) -> RefitOptions:

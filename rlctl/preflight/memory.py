@@ -12,12 +12,11 @@ from typing import Literal
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
-from rlctl.preflight.activation_memory import kept_bytes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.declared_columns import HeldRole, Role
-from rlctl.preflight.divergence_memory import divergence_bytes
 from rlctl.preflight.machine import Device
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
+from rlctl.preflight.update_memory import divergence_bytes, kept_bytes
 
 # Bytes per logit while a chunk's gradient is computed. The first is measured: torch keeps the result of each operation.
 # The second is for compiled code: a logit and its gradient, plus half of that for the allocator.
@@ -286,3 +285,8 @@ def engine_items(
         engine_share = int(memory * generation.gpu_memory_utilization)
         items["key-value cache"] = max(0, engine_share - items["weights"])
     return items
+
+
+def show_bytes(count: int) -> str:
+    """Return a number of bytes as text, in GiB or MiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -20,6 +20,7 @@ from rlctl.preflight.memory import (
     engine_items,
     placed_states,
     refit_bytes,
+    show_bytes,
     token_bytes,
     trainer_bytes,
 )
@@ -217,6 +218,9 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
         # One machine holds every rank and every engine, all awake.
         all_items = {name: size * settled.config.trainer.num_ranks for name, size in trainer_items.items()}
         all_items |= {f"engines: {name}": size * generation.num_engines for name, size in engine_bytes.items()}
+        for role in settled.placed_roles.values():
+            if role.engines_bytes:
+                all_items[f"engines of the {role.name}"] = role.engines_bytes
         return replace(without_engines, trainer=all_items, kv_sequences=kv_sequences)
     if placement and (groups := refit_groups(sampling, placement)):
         communicator = communicator_bytes(len(placement.used_nodes))
@@ -333,7 +337,7 @@ def _why_unsaved(schedule: Schedule) -> str | None:
     free = schedule.disk_free
     if not schedule.checkpoints or size is None or free is None or size <= free:
         return None
-    problem = f"a checkpoint takes {_show_bytes(size)}, and {_show_bytes(free)} are free here"
+    problem = f"a checkpoint takes {show_bytes(size)}, and {show_bytes(free)} are free here"
     return f"{problem}: make room, or set another run.dir"
 
 
@@ -344,13 +348,7 @@ def disk_notes(schedule: Schedule) -> list[str]:
     if free is None or needed_bytes <= free or _why_unsaved(schedule):
         return []
     remedy = "a lower checkpoint.keep_last or keep_best takes less"
-    return [
-        f"checkpoints take up to {_show_bytes(needed_bytes)}, and {_show_bytes(free)} are free in run.dir: {remedy}"
-    ]
-
-
-def _show_bytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    return [f"checkpoints take up to {show_bytes(needed_bytes)}, and {show_bytes(free)} are free in run.dir: {remedy}"]
 
 
 def _why_unserved(settled: Settled) -> str | None:

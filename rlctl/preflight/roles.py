@@ -20,17 +20,15 @@ from rlctl.models.facts import ModelSizes
 from rlctl.models.model_settings import settings_of
 from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.backend import FLOAT32, backend_of
+from rlctl.preflight.choices import USABLE
 from rlctl.preflight.declared_columns import HeldRole, Role, RolePlace, read_columns, roles_by_column
 from rlctl.preflight.machine import Device
-from rlctl.preflight.memory import scoring_bytes
+from rlctl.preflight.memory import scoring_bytes, show_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
 
 TEACHER: Role = "teacher"
-# Share of a device's memory that the states of a pass may fill, as in `choices.USABLE`.
-_USABLE = 0.88
 # Bytes/s of a copy between device and host (H200, bench/README.md), and within the memory of a CPU.
 _LINK_RATES: dict[Device, float] = {"cuda": 54e9, "cpu": 5e9}
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,10 @@ class PlacedRole:
     place: RolePlace
     # Reason for the place, with the seconds of a pass's copies.
     reason: str
-    # Memory of its weights; None if they need no copy.
+    # Memory of its weights in the trainer's ranks; None if they need no copy.
     held: HeldRole | None
+    # Bytes of all engines that score with it; 0 if none do.
+    engines_bytes: int = 0
     # Why there is no room for the role, with the remedy; None if there is.
     problem: str | None = None
     # True if the config leaves the place at `auto`, and the role is not the policy's first weights.
@@ -159,6 +159,11 @@ class Room:
     # Tokens of the longest sequence.
     longest: int
 
+    @property
+    def usable(self) -> int | None:
+        """Bytes of the device that a forecast may fill; None on a CPU, or if they are not known."""
+        return None if self.capacity is None or self.device == "cpu" else int(USABLE * self.capacity)
+
 
 def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
     """Return the roles besides the policy that a loss or an advantage reads; each of several teachers."""
@@ -203,10 +208,9 @@ def _place_role(
     if facts.is_first and role.place != "resident":
         return _place_first(role, policy, trainer, room.device)
     role_bytes = _shard_bytes(facts, facts.sizes or policy, trainer, DTYPE_BYTES[trainer.dtype])
-    rate = _LINK_RATES[room.device]
-    swap_s = (2 * _live_bytes(facts, policy, trainer) + role_bytes) / rate
-    load_s = role_bytes / rate if room.device == "cuda" else 0.0
-    reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {_gib(role_bytes)} in"
+    swap_s = _swap_seconds(_live_bytes(facts, policy, trainer), role_bytes, room.device)
+    load_s = role_bytes / _LINK_RATES["cuda"] if room.device == "cuda" else 0.0
+    reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {show_bytes(role_bytes)} in"
     swapped = PlacedRole(role.name, "swapped", reason, HeldRole(role.name, role_bytes, is_resident=False))
     reason = f"{load_s:.2g} s of copies a pass" if load_s else "no copies"
     if facts.difference is None:
@@ -215,16 +219,15 @@ def _place_role(
     can_swap = facts.difference is None
     if role.place == "swapped" or facts.is_adapter or (can_swap and not backend_of(trainer).holds_residents):
         return swapped
-    usable = None if room.capacity is None or room.device == "cpu" else int(_USABLE * room.capacity)
-    if usable is None or room.taken + role_bytes <= usable:
+    if room.usable is None or room.taken + role_bytes <= room.usable:
         return resident
-    others = f"beside {_gib(room.taken)} of the policy, of {_gib(usable)} usable"
+    others = f"beside {show_bytes(room.taken)} of the policy, of {show_bytes(room.usable)} usable"
     if can_swap and role.place == "auto":
-        return replace(swapped, reason=f"{swapped.reason}; resident does not fit: {_gib(role_bytes)} {others}")
+        return replace(swapped, reason=f"{swapped.reason}; resident does not fit: {show_bytes(role_bytes)} {others}")
     remedy = "more trainer.num_ranks hold it"
     if can_swap:
         remedy = f"{role.name}.place=swapped takes no memory of the device"
-    return replace(resident, problem=f"takes {_gib(role_bytes)} of each device {others}: {remedy}")
+    return replace(resident, problem=f"takes {show_bytes(role_bytes)} of each device {others}: {remedy}")
 
 
 def _place_distilled(
@@ -233,11 +236,11 @@ def _place_distilled(
     """Return the place of the teacher from which an update computes a divergence. The forecast counts its memory."""
     rank_bytes = _shard_bytes(facts, teacher.sizes, trainer, DTYPE_BYTES[trainer.dtype])
     if teacher.is_resident:
-        reason = f"its pass precedes each micro-batch's loss: {_gib(rank_bytes)} of each device in an update"
+        reason = f"its pass precedes each micro-batch's loss: {show_bytes(rank_bytes)} of each device in an update"
         return PlacedRole(TEACHER, "resident", reason, HeldRole(TEACHER, rank_bytes, is_resident=True, phase="train"))
-    swap_s = (2 * _live_bytes(facts, policy, trainer) + rank_bytes) / _LINK_RATES[device]
+    swap_s = _swap_seconds(_live_bytes(facts, policy, trainer), rank_bytes, device)
     side_bytes = teacher.update_tokens * teacher.token_bytes
-    reason = f"{swap_s:.2g} s of copies an update, and up to {_gib(side_bytes)} of its states wait for the losses"
+    reason = f"{swap_s:.2g} s of copies an update, and up to {show_bytes(side_bytes)} of its states wait for the losses"
     return PlacedRole(TEACHER, "swapped", reason, HeldRole(TEACHER, rank_bytes, is_resident=False))
 
 
@@ -250,28 +253,31 @@ def scoring_roles(config: GrpoConfig) -> tuple[WrittenRole, ...]:
 def _place_on_engines(role: WrittenRole, sizes: ModelSizes, dtype: Dtype, room: Room) -> PlacedRole:
     """Return the role on engines, with the bytes of each device. The role takes nothing of a trainer's device."""
     items = scoring_bytes(sizes, room.device, dtype, role.tensor_parallel_size, room.longest)
-    arithmetic = ", ".join(f"{purpose} {_gib(count)}" for purpose, count in items.items())
+    arithmetic = ", ".join(f"{purpose} {show_bytes(count)}" for purpose, count in items.items())
     devices = role.num_engines * role.tensor_parallel_size
     where = f"{devices} GPUs of its own, each with {arithmetic}" if room.device == "cuda" else arithmetic
-    placed = PlacedRole(role.name, "engines", where, held=None)
-    usable = None if room.capacity is None or room.device == "cpu" else int(_USABLE * room.capacity)
     needed = sum(items.values())
-    if usable is None or needed <= usable:
+    placed = PlacedRole(role.name, "engines", where, held=None, engines_bytes=needed * devices)
+    if room.usable is None or needed <= room.usable:
         return placed
-    problem = f"takes {_gib(needed)} of each GPU of its engines ({arithmetic}), of {_gib(usable)} usable"
-    return replace(placed, problem=f"{problem}: a larger {role.name}.tensor_parallel_size takes less")
+    taken = f"takes {show_bytes(needed)} of each GPU of its engines ({arithmetic}), of {show_bytes(room.usable)} usable"
+    return replace(placed, problem=f"{taken}: a larger {role.name}.tensor_parallel_size takes less")
 
 
 def _place_first(role: WrittenRole, policy: ModelSizes, trainer: TrainerSettings, device: Device) -> PlacedRole:
     """Return the place of the policy's first weights."""
     if trainer.adapters:
         return PlacedRole(role.name, "swapped", "the base with adapters off: no copies", None)
-    shards = backend_of(trainer).shard_counts(trainer)
-    role_bytes = shards.rank_parameters(policy) * DTYPE_BYTES[trainer.dtype]
-    live_bytes = shards.rank_parameters(policy) * FLOAT32
-    swap_s = (2 * live_bytes + role_bytes) / _LINK_RATES[device]
+    facts = RoleFacts(policy, is_first=True)
+    role_bytes = _shard_bytes(facts, policy, trainer, DTYPE_BYTES[trainer.dtype])
+    swap_s = _swap_seconds(_live_bytes(facts, policy, trainer), role_bytes, device)
     reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, its first ones in"
     return PlacedRole(role.name, "swapped", reason, HeldRole(role.name, role_bytes, is_resident=False))
+
+
+def _swap_seconds(live_bytes: int, role_bytes: int, device: Device) -> float:
+    """Return the seconds to copy the policy's weights out and back, and a role's weights in."""
+    return (2 * live_bytes + role_bytes) / _LINK_RATES[device]
 
 
 def _live_bytes(facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings) -> int:
@@ -291,9 +297,4 @@ def _shard_bytes(facts: RoleFacts, sizes: ModelSizes, trainer: TrainerSettings, 
 
 def role_choices(roles: Mapping[Role, PlacedRole]) -> tuple[Choice, ...]:
     """Return the chosen place of each role with `is_chosen`."""
-    chosen_roles = [role for role in roles.values() if role.is_chosen]
-    return tuple(Choice(f"{role.name}.place", role.place, role.reason) for role in chosen_roles)
-
-
-def _gib(count: int) -> str:
-    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / (1 << 20):.1f} MiB"
+    return tuple(Choice(f"{role.name}.place", role.place, role.reason) for role in roles.values() if role.is_chosen)

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,18 @@ def check_same_runs(run: Run, unhurt: Run, last: int) -> None:
     folder = f"checkpoints/step_{last}/hf"
     (unhurt_file,) = (unhurt.path / folder).glob("*.safetensors")
     assert (run.path / folder / unhurt_file.name).read_bytes() == unhurt_file.read_bytes()
+
+
+def check_a_kill_changes_nothing(folder: Path, settings: Sequence[str], last: int) -> None:
+    """Run to step `last`; kill a second run after step 2 and resume it: both must be the same to the last bit."""
+    unhurt = Run(folder, "whole", *settings)
+    assert unhurt.end() == 0, unhurt.text()
+    killed = Run(folder, "killed", *settings)
+    killed.wait_for_step(2)
+    killed.kill()
+    resumed = Run(folder, "killed", resume=True)
+    assert resumed.end() == 0, resumed.text()
+    check_same_runs(resumed, unhurt, last)
 
 
 def metrics_until(run: Run, last: int) -> list[dict[str, Any]]:

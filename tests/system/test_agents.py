@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run
-from tests.faults.test_resume import check_same_runs
+from tests.faults.test_resume import check_a_kill_changes_nothing
 from tests.system.test_eval import evaluate
 from tests.system.test_games import accuracies
 
@@ -29,14 +29,7 @@ def test_two_steps_of_an_agent_train_one_row_an_episode(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     settings = (RECIPE, "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}", "validation.every=0")
-    unhurt = Run(tmp_path, "whole", *settings)
-    assert unhurt.end() == 0, unhurt.text()
-    killed = Run(tmp_path, "killed", *settings)
-    killed.wait_for_step(2)
-    killed.kill()
-    resumed = Run(tmp_path, "killed", resume=True)
-    assert resumed.end() == 0, resumed.text()
-    check_same_runs(resumed, unhurt, 3)
+    check_a_kill_changes_nothing(tmp_path, settings, last=3)
 
 
 @pytest.mark.long

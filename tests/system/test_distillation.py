@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run
-from tests.faults.test_resume import check_same_runs
+from tests.faults.test_resume import check_a_kill_changes_nothing
 from tests.zoo import make_family
 
 TEACHER = RECIPES / "tiny/qwen3-sums"
@@ -49,14 +49,7 @@ def test_a_run_without_rewards_trains_as_one_whose_rewards_weigh_nothing(tmp_pat
 def test_a_killed_run_goes_on_bit_for_bit(place: str, tmp_path: Path) -> None:
     settings = (*DISTILLED, "rewards=[]", f"teacher.place={place}", "grpo.num_steps=4")
     settings += ("grpo.loss.kl_coef=0.01", "checkpoint={every: 1, keep_last: 9}")
-    unhurt = Run(tmp_path, "whole", *settings)
-    assert unhurt.end() == 0, unhurt.text()
-    killed = Run(tmp_path, "killed", *settings)
-    killed.wait_for_step(2)
-    killed.kill()
-    resumed = Run(tmp_path, "killed", resume=True)
-    assert resumed.end() == 0, resumed.text()
-    check_same_runs(resumed, unhurt, 4)
+    check_a_kill_changes_nothing(tmp_path, settings, last=4)
     other = Run(tmp_path, "killed", f"teacher.path={RECIPES / 'tiny/qwen3-tiny'}", "grpo.num_steps=5", resume=True)
     assert other.end() == 2
     assert "not the weights of the teacher of the checkpoint of step 4" in other.text()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.runs import Run
-from tests.faults.test_resume import check_same_runs
+from tests.faults.test_resume import check_a_kill_changes_nothing
 from tests.system.test_distillation import DISTILLED, SHORT, make_teacher, weights_of
 
 REWARDLESS = (*DISTILLED, "rewards=[]")
@@ -28,14 +28,7 @@ def test_a_swapped_and_a_resident_teacher_train_the_same_weights(tmp_path: Path)
 @pytest.mark.parametrize("term", [VOCABULARY, TOP])
 def test_a_killed_run_goes_on_bit_for_bit(term: str, tmp_path: Path) -> None:
     settings = (*REWARDLESS, term, "grpo.num_steps=4", "checkpoint={every: 1, keep_last: 9}")
-    unhurt = Run(tmp_path, "whole", *settings)
-    assert unhurt.end() == 0, unhurt.text()
-    killed = Run(tmp_path, "killed", *settings)
-    killed.wait_for_step(2)
-    killed.kill()
-    resumed = Run(tmp_path, "killed", resume=True)
-    assert resumed.end() == 0, resumed.text()
-    check_same_runs(resumed, unhurt, 4)
+    check_a_kill_changes_nothing(tmp_path, settings, last=4)
 
 
 @pytest.mark.long  # a run each

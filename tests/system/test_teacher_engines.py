@@ -38,5 +38,7 @@ def test_a_lost_engine_is_rebuilt_and_scores_again(tmp_path: Path) -> None:
     psutil.Process(processes["teacher-0"]).kill()
     assert run.end() == 0, run.text()
     assert len(run.steps()) == 8
-    assert len(run.events("engine_lost")) == len(run.events("engine_restarted")) == 1
+    (lost,) = run.events("engine_lost")
+    (restarted,) = run.events("engine_restarted")
+    assert lost["role"] == restarted["role"] == "teacher"
     assert all(step["rollouts/non_finite"] == 0 for step in run.steps())

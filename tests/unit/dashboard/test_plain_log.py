@@ -87,6 +87,8 @@ def test_events_say_what_they_are_in_the_first_column() -> None:
     assert list(lines.lines({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
     assert list(lines.lines({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
     assert list(lines.lines({"kind": "engine_gone", "engine": 1})) == ["engine      1 is gone"]
+    scoring = {"kind": "engine_lost", "engine": 0, "role": "teacher"}
+    assert list(lines.lines(scoring)) == ["engine      teacher's engine 0 lost"]
     event = {"kind": "refit_opened", "engines": ["engine-0"], "transport": "shm", "mode": "staged", "why": "on CPU"}
     assert list(lines.lines(event)) == ["refit       to engine-0: shm, staged (on CPU)"]
 

@@ -6,7 +6,6 @@ import pytest
 
 from rlctl.models.facts import ModelSizes, RowBytes
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.activation_memory import activation_bytes, kept_bytes
 from rlctl.preflight.check_model import model_notes
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine, device_of
@@ -14,6 +13,7 @@ from rlctl.preflight.memory import PlacedState
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.settled import settle
+from rlctl.preflight.update_memory import activation_bytes, kept_bytes
 from tests.size_formulas import sizes_by_formula
 
 GIB = 1 << 30

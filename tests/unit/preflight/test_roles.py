@@ -1,7 +1,6 @@
 """Each role gets the place that its model, the backend and the memory allow, with the reason; the rest is refused."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.roles import PlacedRole
-from tests.unit import folders
+from tests.unit.preflight.teachers import write_teachers
 from tests.unit.preflight.test_combinations import ADVANTAGE
 
 GIB = 1 << 30
@@ -26,15 +25,9 @@ TERM = "grpo.loss.distillation={}"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a home with two teachers: `twin` has the model's architecture, `wide` another width."""
-    home = folders.write(tmp_path / "home")
-    shutil.copytree(home / "model", home / "twin")
-    shutil.copytree(home / "model", home / "wide")
-    config = json.loads((home / "wide/config.json").read_text())
-    (home / "wide/config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    """Make a home with the teachers `twin` and `wide`, and work in it."""
+    home = write_teachers(tmp_path)
     monkeypatch.chdir(home)
-    for name in ("model", "twin", "wide"):
-        read_sizes(home / name / "config.json")
     return home
 
 
@@ -181,6 +174,10 @@ def test_a_teacher_on_engines_has_devices_of_its_own_or_the_arithmetic_says_why_
     assert lacking.misplaced and "2 GPUs needed for engines that score with a teacher" in lacking.misplaced
     on_cpu = make_plan(run.settle_on(RunMachine("cpu"), run.facts), this_machine(0))
     assert on_cpu.placement and len(on_cpu.placement.scoring) == 2
+    # Without GPUs all processes share the machine's memory: the forecast counts both engines.
+    assert on_cpu.memory
+    sizes = read_sizes(home / "wide/config.json")
+    assert on_cpu.memory.trainer["engines of the teacher"] >= 2 * 4 * sizes.parameters
     refused = problems(TERM, "teacher.path=twin", "reference={path: twin, place: engines}")
     only_teachers = "must be auto, swapped or resident: engines score teachers alone, not the reference"
     assert refused == [f"reference.place: {only_teachers}"]

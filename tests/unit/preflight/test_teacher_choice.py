@@ -1,7 +1,5 @@
 """The teacher of a divergence over the vocabulary: its place, its memory in the forecast, and runs that are refused."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import Settled
-from tests.unit import folders
+from tests.unit.preflight.teachers import write_teachers
 
 GIB = 1 << 30
 VOCABULARY = "grpo.loss.distillation.over=vocabulary"
@@ -22,15 +20,9 @@ VOCABULARY = "grpo.loss.distillation.over=vocabulary"
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a home with two teachers: `twin` has the model's architecture, `wide` another width."""
-    home = folders.write(tmp_path / "home")
-    shutil.copytree(home / "model", home / "twin")
-    shutil.copytree(home / "model", home / "wide")
-    config = json.loads((home / "wide/config.json").read_text())
-    (home / "wide/config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    """Make a home with the teachers `twin` and `wide`, and work in it."""
+    home = write_teachers(tmp_path)
     monkeypatch.chdir(home)
-    for name in ("model", "twin", "wide"):
-        read_sizes(home / name / "config.json")
     return home
 
 

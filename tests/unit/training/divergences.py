@@ -1,5 +1,6 @@
 """A student and a teacher made up of hidden states and heads, and their dense divergences in float64."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,3 +92,18 @@ def dense_divergence(log_p: Tensor, log_q: Tensor, divergence: Divergence) -> Te
 def weigh(values: Tensor) -> Tensor:
     """Return the sum of the rows with weights from -1 to 2."""
     return (values * torch.linspace(-1, 2, len(values), dtype=values.dtype)).sum()
+
+
+def assert_exact(
+    values: Tensor, student: Model, expected: Tensor, expected_gradients: Sequence[Tensor], tolerance: float
+) -> None:
+    """Assert that the rows' divergences and the gradients of `weigh` are those computed in float64.
+
+    student: the model of `values`. A gradient's tolerance is a share of its largest element, or of 1 if that is more.
+    """
+    torch.testing.assert_close(values.double(), expected.detach(), atol=tolerance, rtol=tolerance)
+    gradients = torch.autograd.grad(weigh(values), student.leaves())
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        # A weight's gradient sums 23 rows.
+        largest = max(1.0, float(expected_gradient.abs().max()))
+        torch.testing.assert_close(gradient.double(), expected_gradient, atol=tolerance * largest, rtol=0)
