@@ -102,10 +102,9 @@ def _processes(event: Record) -> str:
     return f"process ids: {_fields(event)}"
 
 
-def _engine(event: Record) -> str:
-    """Return the engine of an event by its number; an engine that scores also by its role."""
-    role = f"{event['role']}'s " if "role" in event else ""
-    return f"{role}engine {event.get('engine')}"
+def _role(event: Record) -> str:
+    """Return the start of a line about an engine that scores: the role whose model it serves; else an empty text."""
+    return f"{event['role']}'s " if "role" in event else ""
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
@@ -123,9 +122,9 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     **dict.fromkeys(("dispatch", "data", "warning", "error"), lambda event: f"{event['kind']}: {event.get('what')}"),
     "validation": _validation,
     "redrawn": lambda event: f"prompt {event.get('prompt')} resampled: its group reached the bound on age",
-    "engine_lost": lambda event: f"{_engine(event)} lost{_reason(event)}",
-    "engine_restarted": lambda event: f"{_engine(event)} restarted{_took(event)}",
-    "engine_gone": lambda event: f"{_engine(event)} is gone{_reason(event)}",
+    "engine_lost": lambda event: f"{_role(event)}engine {event.get('engine')} lost{_reason(event)}",
+    "engine_restarted": lambda event: f"{_role(event)}engine {event.get('engine')} restarted{_took(event)}",
+    "engine_gone": lambda event: f"{_role(event)}engine {event.get('engine')} is gone{_reason(event)}",
     "restart": lambda event: f"restart {event.get('count')} in {event.get('pause_s', 0):g} s{_reason(event)}",
     "submitted": lambda event: f"submitted to {event.get('cluster')} as job {event.get('job')}",
 }
