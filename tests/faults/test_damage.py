@@ -20,6 +20,7 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(name): path.read_bytes() for name, path in names.items() if "logs" not in name.parts}
 
 
+@pytest.mark.long  # a minute; unit/run/test_damage.py has each damage by itself
 @pytest.mark.timeout(900)
 def test_a_damaged_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     unhurt = Run(tmp_path, "unhurt", *SETTINGS, kind="sft")

@@ -59,7 +59,7 @@ def run_command(command: str, folder: Path) -> str:
     return process.stdout + process.stderr
 
 
-def test_each_file_and_each_command_of_the_tutorial_works(tmp_path: Path) -> None:
+def test_each_file_and_each_command_before_a_run_works(tmp_path: Path) -> None:
     write_files(tmp_path)
     output_by_command = {command: run_command(command, tmp_path) for command in commands(1, 4)}
     with (tmp_path / "digits.csv").open() as file:
@@ -69,6 +69,11 @@ def test_each_file_and_each_command_of_the_tutorial_works(tmp_path: Path) -> Non
         assert line.replace("digits.csv", str(tmp_path / "digits.csv")) in checked
     assert "276.2 MiB of" in output_by_command["rlctl train grpo digits.yaml --dry-run"]
 
+
+@pytest.mark.long  # a minute; parts of it are tested elsewhere
+def test_each_command_from_the_run_on_works(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    output_by_command = {command: run_command(command, tmp_path) for command in commands(1, 4)}
     recipe = yaml.safe_load((tmp_path / "digits.yaml").read_text())
     (tmp_path / "digits.yaml").write_text(yaml.safe_dump(recipe | SMALL))
     output_by_command |= {command: run_command(command, tmp_path) for command in commands(5, 9)}
