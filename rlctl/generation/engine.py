@@ -72,13 +72,17 @@ class Engine(ReceivesWeights, Protocol):
     tokens are those of temperature 1. An answer ends with one of `EngineSpec.stop_token_ids` or `TurnRequest.stops`,
     keeps this token, and has the finish "stop". Otherwise it ends at `max_new_tokens`, or when prompt and answer have
     `EngineSpec.max_model_len` tokens, and has the finish "length". An engine that does not support any of these,
-    `forced_lengths`, or `EngineSpec.scores`, raises when it is built.
+    `forced_lengths`, `EngineSpec.scores` or `EngineSpec.values`, raises when it is built.
 
     **Scores.** The answer to a `ScoreRequest` has the scored tokens and their log-probs, all of one weight version.
     With `top` or `ids` it has two further columns: `top_ids` [n, k], int32, likeliest first or as given, and
     `top_log_probs` [n, k], float32. Distributions are the softmax of logits divided by the request's temperature, never
     truncated. Scores are exact: cached keys of other weights change none, and a cached prefix leaves out none. The
     finish is "length".
+
+    **Values.** With `EngineSpec.values` the model has a value head, and a `ScoreRequest` scores its last token alone.
+    The answer's column `value` [1], float32, is the head's output at that token: no activation, no temperature.
+    Log-probs are 0.
 
     **Order.** Answers come in any order. A request is in flight from `submit` until `collect` returns its answer or
     `abort` returns. Its id may be submitted again afterwards.
@@ -108,8 +112,8 @@ class Engine(ReceivesWeights, Protocol):
     def score(self, requests: list[ScoreRequest]) -> None:
         """Begin to score given tokens, and return at once; `collect` returns the answers.
 
-        Called only if `EngineSpec.scores`. Scores depend only on the request and the weights. Raises as `submit` does,
-        and ValueError for a malformed request.
+        Called only if `EngineSpec.scores` or `EngineSpec.values`. Scores depend only on the request and the weights.
+        Raises as `submit` does, and ValueError for a malformed request.
         """
         raise NotImplementedError(f"{type(self).__name__} scores no tokens")
 

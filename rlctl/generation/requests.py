@@ -22,6 +22,8 @@ _RESAMPLED = 3
 # Further columns of a scored request: int32 [n, k] token ids, and float32 [n, k] their log-probs.
 TOP_IDS = "top_ids"
 TOP_LOG_PROBS = "top_log_probs"
+# Further column of a request to an engine with `EngineSpec.values`: float32 [n], where n is 1.
+VALUE = "value"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -113,6 +115,12 @@ class ScoreRequest:
     # Divides the logits; above 0.
     temperature: float = 1.0
 
+    def check_value(self, longest: int, vocab: int) -> None:
+        """Raise ValueError as `check`, for an engine with `EngineSpec.values`: only the last token has a value."""
+        self.check(longest, vocab)
+        if self.start != len(self.tokens) - 1 or self.top or self.ids is not None:
+            raise ValueError(f"request {self.id}: an engine values the last token alone, without top and ids")
+
     def check(self, longest: int, vocab: int) -> None:
         """Raise ValueError if the request is malformed or does not fit. longest: most tokens. vocab: number of ids."""
         length = len(self.tokens)
@@ -141,7 +149,7 @@ class Completion:
     # int32 [n], including the stop token.
     tokens: NDArray[np.int32]
     # float32 [n], log-probs under the distribution that was sampled from (after temperature, top-k, top-p). Of scored
-    # tokens: the column `log_prob`.
+    # tokens: the column `log_prob`, or 0 if the engine values them.
     log_probs: NDArray[np.float32]
     # int32 [n], the weight version that sampled or scored each token.
     versions: NDArray[np.int32]

@@ -80,6 +80,8 @@ class EngineSpec:
     adapter_folder: str | None = None
     # True if the engine scores given tokens (`Engine.score`).
     scores: bool = False
+    # True if the model has a value head: the engine values given tokens (`Engine.score`), and samples none.
+    values: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from typing import Literal
 import numpy as np
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode, MemoryPart
 from rlctl.generation.requests import (
     TOP_IDS,
     TOP_LOG_PROBS,
+    VALUE,
     Completion,
     Finish,
     PackedCompletions,
@@ -62,9 +63,8 @@ class TorchEngine(Engine):
         self._version = spec.version
         self._stats = EngineStats()
         dtype = getattr(torch, spec.dtype)
-        model = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=dtype, attn_implementation=options.attention
-        )
+        model_class = AutoModelForSequenceClassification if spec.values else AutoModelForCausalLM
+        model = model_class.from_pretrained(spec.model_path, dtype=dtype, attn_implementation=options.attention)
         self._model = model.eval()
         self._turns: dict[RequestId, Turn] = {}
         self._to_score: dict[RequestId, ScoreRequest] = {}
@@ -88,7 +88,8 @@ class TorchEngine(Engine):
     def score(self, requests: list[ScoreRequest]) -> None:
         with self._changed:
             for request in requests:
-                request.check(self._spec.max_model_len, self._model.config.vocab_size)
+                check = request.check_value if self._spec.values else request.check
+                check(self._spec.max_model_len, self._model.config.vocab_size)
             self._require_new([request.id for request in requests])
             self._to_score |= {request.id: request for request in requests}
             self._changed.notify_all()
@@ -175,6 +176,12 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def _score_tokens(self, request: ScoreRequest) -> Completion:
         tokens = torch.tensor(request.tokens)
+        if self._spec.values:
+            value = self._model.score(self._model.model(tokens[None]).last_hidden_state[0, -1:])[0]
+            versions = np.full(1, self._version, np.int32)
+            return Completion(
+                tokens[-1:].int().numpy(), np.zeros(1, np.float32), versions, "length", {VALUE: value.numpy()}
+            )
         logits = self._model(tokens[None]).logits[0, request.start - 1 : -1].float()
         log_probs = (logits / request.temperature).log_softmax(-1)
         scored = tokens[request.start :]

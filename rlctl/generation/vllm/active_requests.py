@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
-from rlctl.generation.requests import Completion, RequestId, ScoreRequest, TurnRequest, token_versions
+from rlctl.generation.requests import VALUE, Completion, RequestId, ScoreRequest, TurnRequest, token_versions
 from rlctl.generation.vllm.scores import TokenScores
 
 # `collect` waits for further answers only while at least this many requests per finished answer wait in the engine.
@@ -77,7 +77,7 @@ class ActiveTurn:
     # (index of the first token, weight version) of each stretch of tokens that one version sampled.
     stretches: list[tuple[int, int]]
     state: TurnState = TurnState.RUNNING
-    # vLLM's output, or the scores of given tokens, once DONE.
+    # vLLM's output, or the scores of given tokens (`TokenScores`), once DONE.
     output: Any = None
 
     def versions(self, length: int) -> NDArray[np.int32]:
@@ -87,6 +87,8 @@ class ActiveTurn:
     def completion(self) -> Completion:
         """Return the answer of a request that is DONE."""
         if isinstance(self.request, ScoreRequest):
+            if not isinstance(self.output, TokenScores):
+                return self._valued_token(self.request, self.output)
             return self._scored_tokens(self.request, self.output)
         tokens = np.asarray(self.output.token_ids, np.int32)
         log_probs = np.asarray(self.output.logprobs.logprobs, np.float32)
@@ -101,6 +103,12 @@ class ActiveTurn:
     def _scored_tokens(self, request: ScoreRequest, scores: TokenScores) -> Completion:
         tokens = np.asarray(request.tokens[request.start :], np.int32)
         return Completion(tokens, scores.log_probs, self.versions(len(tokens)), "length", scores.columns)
+
+    def _valued_token(self, request: ScoreRequest, output: Any) -> Completion:
+        """Return the answer with the value of the request's last token. output: vLLM's pooled output."""
+        value = output.data.float().numpy().reshape(1)
+        tokens = np.asarray(request.tokens[-1:], np.int32)
+        return Completion(tokens, np.zeros(1, np.float32), self.versions(1), "length", {VALUE: value})
 
 
 class ActiveRequests:

@@ -1,12 +1,11 @@
-"""The engine's calls into vLLM's interface: building an engine, and making and adding requests."""
+"""The engine's calls into vLLM's interface: building an engine, and reading its scheduler."""
 
 import gc
 from typing import Any
 
 from rlctl.config.errors import ModelError
-from rlctl.generation.requests import ScoreRequest, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
+from rlctl.generation.vllm.fast.switch import shorten_steps
 from rlctl.generation.vllm.registry_answer import backend_note, refusal
 from rlctl.models.facts import find_facts
 from rlctl.models.model_sizes import config_file
@@ -58,7 +57,7 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         }
     else:
         extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
-        if spec.scores:
+        if spec.scores or spec.values:
             extra["max_num_batched_tokens"] = SCORE_BATCH_TOKENS
         if not options.enforce_eager and _hopper():
             if allows_full_graphs(spec.model_path):
@@ -71,6 +70,9 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if spec.tensor_parallel_size > 1:
             # Inside a Ray placement group vLLM would choose its Ray executor, which needs a group made by vLLM.
             extra["distributed_executor_backend"] = "mp"
+    if spec.values:
+        # vLLM turns asynchronous scheduling off for this runner.
+        extra["runner"] = "pooling"
     if spec.adapters:
         extra |= load_arguments(spec.adapters, spec.load_format, spec.adapter_folder)
     else:
@@ -94,7 +96,9 @@ def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
         if refused := refusal(error, spec.model_path):
             raise refused from error
         raise
-    notes = [backend_note(llm), shorten_steps(llm, spec), graphs_note]
+    notes = [backend_note(llm), graphs_note]
+    if not spec.values:
+        notes.append(shorten_steps(llm, spec))
     _count_prefix_hits(llm.engine_core.engine_core.scheduler.kv_cache_manager)
     return llm, [note for note in notes if note]
 
@@ -209,75 +213,3 @@ def sampled_tokens(running: list[tuple[Any, str]], *, recomputed: bool) -> list[
     """
     late = 0 if recomputed else 1
     return [(name, request.num_output_tokens + late * request.num_output_placeholders) for request, name in running]
-
-
-def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
-    """Return vLLM's request for a turn. Raises ValueError for a prompt that does not fit the model."""
-    prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
-    params = _sampling_params(spec, request)
-    if VllmOptions(**spec.options).fast_path:
-        refuse_what_is_not_honoured(params)
-    return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
-
-
-def vllm_score_request(llm: Any, spec: EngineSpec, request: ScoreRequest) -> Any:
-    """Return vLLM's request for given tokens: the hidden states of its prompt score them. Raises ValueError if the
-    request is malformed or does not fit the model.
-
-    No scored token follows the last one, so the prompt ends before it. vLLM samples one token for nobody.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    request.check(spec.max_model_len, llm.model_config.get_vocab_size())
-    prompt = {"type": "token", "prompt_token_ids": request.tokens[:-1]}
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        ignore_eos=True,
-        # Hidden states of cached tokens are not computed.
-        skip_reading_prefix_cache=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        skip_clone=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
-
-
-def add_request(llm: Any, request: Any) -> None:
-    """Add a request to vLLM without `LLMEngine.add_request`, which would check the request again between two steps."""
-    llm.input_processor.assign_request_id(request)
-    llm.output_processor.add_request(request, None)
-    llm.engine_core.add_request(request)
-
-
-def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
-    """Return vLLM's sampling parameters for one request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    is_greedy = request.temperature == 0
-    # The parity check compares distributions without top_p and top_k, because the trainer does not apply these.
-    is_uncut = is_greedy or request.id.rollout.purpose == "parity"
-    max_tokens = request.max_new_tokens
-    stop_token_ids = [*spec.stop_token_ids, *request.stops]
-    if spec.forced_lengths:
-        max_tokens = spec.forced_lengths.draw(request.seed, max_tokens)
-        stop_token_ids = []
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=1.0 if is_uncut else spec.top_p,
-        top_k=0 if is_uncut else spec.top_k,
-        seed=None if is_greedy else request.seed,
-        max_tokens=max_tokens,
-        ignore_eos=spec.forced_lengths is not None,
-        stop_token_ids=stop_token_ids,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        # No copy is needed, since no other request shares these parameters.
-        skip_clone=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

@@ -17,16 +17,8 @@ from rlctl.generation.engine import Engine, EngineStats, FinishedTurns, LoadMode
 from rlctl.generation.requests import PackedCompletions, RequestId, ScoreRequest, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm.active_requests import ActiveRequests, after_step, ordinary_gap, stall
-from rlctl.generation.vllm.build import (
-    add_request,
-    build_llm,
-    cached_sequences,
-    has_begun,
-    sampled_tokens,
-    scheduled_requests,
-    vllm_request,
-    vllm_score_request,
-)
+from rlctl.generation.vllm.build import build_llm, cached_sequences, has_begun, sampled_tokens, scheduled_requests
+from rlctl.generation.vllm.make_requests import add_request, make_request
 from rlctl.generation.vllm.scores import EngineScores
 from rlctl.refit.protocol import (
     EngineReport,
@@ -100,8 +92,6 @@ class VllmEngine(Engine):
         self._begin_requests(requests)
 
     def score(self, requests: list[ScoreRequest]) -> None:
-        if not self._spec.scores:
-            raise RuntimeError("this engine was built without EngineSpec.scores")
         self._begin_requests(requests)
 
     def collect(self, patience_s: float) -> FinishedTurns:
@@ -268,16 +258,15 @@ class VllmEngine(Engine):
         )
         scores = self._scores.take(output.request_id for output in finished)
         for output in finished:
-            self._requests.finish(output.request_id, scores.get(output.request_id) or output.outputs[0])
+            answer = output.outputs if self._spec.values else output.outputs[0]
+            self._requests.finish(output.request_id, scores.get(output.request_id) or answer)
 
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
     def _make_vllm_request(self, request: TurnRequest | ScoreRequest) -> Any:
-        if isinstance(request, ScoreRequest):
-            return vllm_score_request(self._llm, self._spec, request)
-        return vllm_request(self._llm, self._spec, request)
+        return make_request(self._llm, self._spec, request)
 
     def _begin_requests(self, requests: Sequence[TurnRequest | ScoreRequest]) -> None:
         def add() -> None:
@@ -311,7 +300,7 @@ class VllmEngine(Engine):
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
         own_request = self._requests.request(name)
-        if isinstance(own_request, ScoreRequest):
+        if isinstance(own_request, ScoreRequest) and self._spec.scores:
             self._scores.add(name, request.request_id, own_request)
 
     def _receive_shadow(self, header: Header) -> list[ReceiveReport]:

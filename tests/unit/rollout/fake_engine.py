@@ -88,7 +88,7 @@ def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> N
     def begin(model: FakeModel, request: Running) -> None:
         model.running[request.external_req_id] = request
 
-    patch.setattr(engine, "vllm_request", lambda llm, spec, request: Running(str(request.id), length(request)))
+    patch.setattr(engine, "make_request", lambda llm, spec, request: Running(str(request.id), length(request)))
     patch.setattr(engine, "add_request", begin)
 
 
@@ -97,7 +97,7 @@ class SteppedEngine(VllmEngine):
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
-        self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
+        self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True, values=False)
         self._requests = ActiveRequests()
         self._scores = EngineScores(self._call_workers)
         self._entering = deque()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.vllm.build import vllm_request
 from rlctl.generation.vllm.fast import next_token, switch
 from rlctl.generation.vllm.fast.switch import EITHER, REQUEST, SCHEDULER, shorten_steps
+from rlctl.generation.vllm.make_requests import vllm_request
 from rlctl.preflight.engines.vllm import COMPARED
 from tests.system.engines import spec_for
 from tests.turns import turn
