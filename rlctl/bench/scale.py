@@ -136,9 +136,9 @@ class _Model:
 
     def __init__(self, folder: Path) -> None:
         from rlctl.models.derive import derive_facts, table_of
-        from rlctl.models.meta_model import causal_lm
+        from rlctl.models.meta_model import language_model
 
-        lm = causal_lm(folder)
+        lm = language_model(folder)
         self.folder = folder
         self.sizes = derive_facts(folder, weights=False).sizes
         self._table = table_of(lm, folder)

@@ -14,9 +14,9 @@ NamedShape = tuple[str, tuple[int, ...]]
 def parameters_of(folder: Path) -> list[NamedShape]:
     """Return (Hugging Face name, shape) of each tensor of a model's checkpoint. Only its config.json is needed."""
     from rlctl.models.derive import table_of
-    from rlctl.models.meta_model import causal_lm
+    from rlctl.models.meta_model import language_model
 
-    return [(row.name, row.shape) for row in table_of(causal_lm(folder), folder).sent_rows]
+    return [(row.name, row.shape) for row in table_of(language_model(folder), folder).sent_rows]
 
 
 def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:

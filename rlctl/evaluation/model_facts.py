@@ -34,7 +34,7 @@ def describe(facts: ModelFacts, adapters: AdapterSpec | None = None) -> Iterator
     """Yield one line for each part of a model. adapters: if given, only these are trained and sent."""
     sizes = facts.sizes
     kinds = facts.kinds
-    model = f"{facts.causal_lm}, {count(sizes.layers, 'layer')}, {_short_number(sizes.parameters)} parameters"
+    model = f"{facts.architecture}, {count(sizes.layers, 'layer')}, {_short_number(sizes.parameters)} parameters"
     model += f", {_short_number(sizes.active_parameters)} of them for a token" if sizes.experts else ""
     yield Finding("model", f"{model}; vocabulary {sizes.vocab:,}, sequences up to {sizes.max_positions:,} tokens")
     attention = Counter(_describe_attention(kind) for kind in kinds.attention)

@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlctl.config.errors import ModelError
-from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, keep_facts
+from rlctl.models.facts import ModelFacts, ModelSizes, facts_file, has_weights, head_kind, keep_facts
 from rlctl.models.grouped_experts import stacked_experts
-from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer
-from rlctl.models.meta_model import causal_lm, reason, text_config
+from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer, LogitTransform
+from rlctl.models.meta_model import decoder_of, language_model, reason, text_config, value_head
 from rlctl.models.observed_facts import measure_row_bytes, observe
 from rlctl.models.parameter_table import ParameterTable, Shape, derive_table, persistent_buffers, tensors_of
 from rlctl.models.weight_headers import DTYPES, weight_headers
@@ -59,11 +59,12 @@ def derive_facts(folder: Path, weights: bool = True) -> ModelFacts:
 
 
 def _read_facts(folder: Path, weights: bool) -> ModelFacts:
-    lm = causal_lm(folder)
+    lm = language_model(folder)
     layers = layer_container(lm, folder)
     table = derive_table(lm, disk_tensors(folder) if weights else None, folder)
     paths = {id(module): path for path, module in lm.named_modules()}
-    head = lm.get_output_embeddings()
+    kind = head_kind(folder)
+    head = lm.get_output_embeddings() if kind == "causal" else value_head(lm)
     embedding = lm.get_input_embeddings()
     if head is None or embedding is None:
         raise ModelError(f"{folder}: transformers' {type(lm).__name__} names no {'head' if embedding else 'embedding'}")
@@ -74,17 +75,18 @@ def _read_facts(folder: Path, weights: bool) -> ModelFacts:
         raise ModelError(f"{folder}: {error}") from error
     sent_targets = {row.target for row in table.sent_rows}
     return ModelFacts(
-        causal_lm=type(lm).__name__,
+        architecture=type(lm).__name__,
         decoder=paths[id(decoder)],
         layers=paths[id(layers)],
         embedding=paths[id(embedding)],
         head=paths[id(head)],
         head_bias=getattr(head, "bias", None) is not None,
-        kinds=kinds,
+        # Observed were the logits of the causal LM.
+        kinds=kinds if kind == "causal" else replace(kinds, logits=LogitTransform()),
         float32=tuple(sorted(getattr(lm, "_keep_in_fp32_modules_strict", None) or ())),
         buffers=tuple(name for name in persistent_buffers(lm) if name in sent_targets),
         kept=tuple(row.name for row in table.kept_rows),
-        sizes=_measure_sizes(lm, layers, kinds, paths[id(layers)], decoder),
+        sizes=replace(_measure_sizes(lm, layers, kinds, paths[id(layers)], decoder), head_kind=kind),
     )
 
 
@@ -97,22 +99,8 @@ def disk_tensors(folder: Path) -> dict[str, tuple[str, Shape]] | None:
 
 
 def table_of(lm: Any, folder: Path) -> ParameterTable:
-    """Return the parameter table of a causal LM on the meta device, with names in the folder. Raises ModelError."""
+    """Return the parameter table of a model on the meta device, with names in the folder. Raises ModelError."""
     return derive_table(lm, disk_tensors(folder), folder)
-
-
-def decoder_of(lm: Any, folder: Path) -> nn.Module:
-    """Return the module that turns tokens into hidden states. Raises ModelError."""
-    decoder = lm.get_decoder()
-    if decoder is lm:
-        # The class has a wrong base_model_prefix (llama4_text). The decoder is the child with the embedding.
-        embedding = lm.get_input_embeddings()
-        owners = [child for child in lm.children() if any(module is embedding for module in child.modules())]
-        if len(owners) != 1:
-            raise ModelError(f"{folder}: transformers' {type(lm).__name__} names no decoder")
-        decoder = owners[0]
-    assert isinstance(decoder, nn.Module)
-    return decoder
 
 
 def layer_container(lm: Any, folder: Path) -> nn.ModuleList:
@@ -167,7 +155,7 @@ def _measure_sizes(lm: Any, layers: nn.ModuleList, kinds: LayerKinds, place: str
     expert_parameters = _count_numbers(stacks)
     used_experts = min(_experts_per_token(lm), experts)
     idle_parameters = expert_parameters // experts * (experts - used_experts) if experts else 0
-    tied = bool(config.tie_word_embeddings)
+    tied = bool(config.tie_word_embeddings) and lm.get_output_embeddings() is not None
     embedding = lm.get_input_embeddings().weight
     hidden = int(embedding.shape[1])
     total = _count_numbers(parameters.values())
@@ -228,7 +216,7 @@ def _stated_attention(config: Any, layers: int) -> tuple[AttentionKind, ...]:
     if not heads:
         return ()
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_keyvalue_heads", None) or heads
     kind = AttentionKind(
         layer=0,
         window=None,

@@ -13,15 +13,21 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlctl.config.errors import ModelError
+from rlctl.config.json_files import read_object
 from rlctl.models.layer_kinds import AttentionKind, LayerKinds, LinearLayer, LogitTransform, StateKind
 from rlctl.models.weight_headers import weight_headers
 from rlctl.utils.code_cache import cache_root
 from rlctl.utils.files import write_whole
 from rlctl.utils.process import run_module
 
+# Output head of a model: logits over the vocabulary (causal), or one number a token (value).
+HeadKind = Literal["causal", "value"]
+# Endings of the names of transformers' classes whose head has one output for each label. Such a model with one label
+# has a value head.
+_LABEL_CLASSES = ("ForTokenClassification", "ForSequenceClassification")
 # Modules on whose code the facts depend.
 _DERIVING = (
     "facts",
@@ -101,13 +107,30 @@ class ModelSizes:
     dropout: tuple[str, ...]
     # One entry per compute dtype; empty if sequences are packed.
     row_bytes: tuple[RowBytes, ...] = ()
+    head_kind: HeadKind = "causal"
+
+    @property
+    def head_outputs(self) -> int:
+        """Number of outputs of the head for one token."""
+        return self.vocab if self.head_kind == "causal" else 1
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of elements of the head's weight, also if it is tied to the embedding."""
+        return self.embedding_parameters if self.head_kind == "causal" else self.hidden
+
+    @property
+    def outer_parameters(self) -> int:
+        """Number of elements of embedding and head together. A tied head is counted with the embedding."""
+        return self.embedding_parameters + (0 if self.tied else self.head_parameters)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts of a model's text part, known before the model is built. Module paths are transformers'."""
 
-    causal_lm: str
+    # Name of transformers' class.
+    architecture: str
     decoder: str
     # Path of the list of all layers.
     layers: str
@@ -221,6 +244,32 @@ def facts_file(folder: Path, weights: bool = True) -> Path:
         rows = sorted([name, dtype, shape] for name, (dtype, shape) in headers.items())
         digest.update(json.dumps(rows).encode())
     return cache_root() / "facts" / f"{digest.hexdigest()[:32]}.json"
+
+
+def head_kind(folder: Path) -> HeadKind:
+    """Return the kind of head that the architectures of a folder's config.json name.
+
+    Raises ModelError for a classifier with several labels.
+    """
+    raw = read_object(folder / "config.json")
+    names = raw.get("architectures") or ()
+    name = next((str(name) for name in names if str(name).endswith(_LABEL_CLASSES)), None)
+    if name is None:
+        return "causal"
+    labels = raw.get("num_labels") or len(raw.get("id2label") or (0, 1))
+    if labels != 1:
+        raise ModelError(f"{folder}: {name} has {labels} labels; a value head has one (num_labels 1 in config.json)")
+    return "value"
+
+
+def head_problem(folder: Path, needed: HeadKind) -> str | None:
+    """Return the problem of a folder whose head is of another kind than needed; None without one. Raises ModelError."""
+    if head_kind(folder) == needed:
+        return None
+    names = ", ".join(map(str, read_object(folder / "config.json").get("architectures") or ("no architectures",)))
+    if needed == "causal":
+        return f"{folder} has a value head ({names}): it values tokens and predicts none; needed: a causal LM"
+    return f"{folder} has no value head ({names}); needed: a token or sequence classifier with num_labels 1"
 
 
 def has_weights(folder: Path) -> bool:

@@ -29,10 +29,10 @@ def write_merged(base: Path, adapter: Path, folder: Path, dtype: str | None = No
 
     from rlctl.models.derive import load_facts, table_of
     from rlctl.models.hf_folder import WeightFiles, write_folder
-    from rlctl.models.meta_model import causal_lm
+    from rlctl.models.meta_model import language_model
 
     files = WeightFiles(base)
-    table = table_of(causal_lm(base), base)
+    table = table_of(language_model(base), base)
     spec = read_spec(adapter, load_facts(base).sizes.linears)
     adapter_file = AdapterFile(adapter)
     adapted = {f"{target.name}.weight": target.name for target in spec.targets}

@@ -1,4 +1,4 @@
-"""Causal LMs built from a config.json alone: on the meta device without weights, or as a folder with random weights.
+"""Language models built from a config.json alone: on the meta device, or as a folder with random weights.
 
 `python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random model. SHAPE is a Hugging Face folder; its
 weights are not read. FOLDER is renamed into place at the end, so it is never incomplete. The same seed writes the same
@@ -19,6 +19,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.json_files import read_object
 from rlctl.models import grouped_experts, packed_attention
 from rlctl.models.adapters import text_name
+from rlctl.models.facts import head_kind
 from rlctl.models.observed_facts import turn_off_dropout, turn_off_padding_warning
 from rlctl.models.state_layers import install_restarts
 
@@ -76,7 +77,7 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
     model_class = whole_class(folder)
     if model_class is None:
         raise ModelError(f"{folder}: transformers has no class of its architectures {config.architectures}: {loss}")
-    decoder_class = type(causal_lm(folder).get_submodule(decoder))
+    decoder_class = type(language_model(folder).get_submodule(decoder))
     try:
         with torch.device("meta"):
             lm = model_class._from_config(config, dtype=torch.float32)
@@ -90,19 +91,19 @@ def text_in_whole(folder: Path, decoder: str) -> tuple[str, str]:
     return f"{decoder}.", f"{paths[0]}."
 
 
-def causal_lm(folder: Path, attention: str | None = None) -> Any:
-    """Build the causal LM of a folder's text model on the meta device, with dropout off.
+def language_model(folder: Path, attention: str | None = None) -> Any:
+    """Build a folder's text model with its head on the meta device, with dropout off.
 
+    The head is that of a causal LM, or a value head if the folder's architectures name a classifier with one label.
     attention: name registered with transformers; None: transformers chooses. Raises ModelError for a model type without
-    a causal LM, or for dropout that no config key turns off.
+    a causal LM, without the classifier, or for dropout that no config key turns off.
     """
-    from transformers import AutoModelForCausalLM
-
     config = text_config(folder)
     turn_off_dropout(config)
+    model_class: Any = _model_class(folder, config)
     try:
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(
+            lm = model_class.from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=attention,
@@ -117,18 +118,76 @@ def causal_lm(folder: Path, attention: str | None = None) -> Any:
     return lm
 
 
+def _model_class(folder: Path, config: Any) -> Any:
+    """Return transformers' automatic class that builds the text model. Sets `config` to one label for a value head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    if head_kind(folder) == "causal":
+        return AutoModelForCausalLM
+    _set_one_label(config)
+    names = " ".join(read_object(folder / "config.json")["architectures"])
+    return AutoModelForTokenClassification if "ForToken" in names else AutoModelForSequenceClassification
+
+
+def decoder_of(lm: Any, folder: Path) -> torch.nn.Module:
+    """Return the module that turns tokens into hidden states. Raises ModelError."""
+    decoder = lm.get_decoder()
+    if decoder is lm:
+        # The class has a wrong base_model_prefix (llama4_text). The decoder is the child with the embedding.
+        embedding = lm.get_input_embeddings()
+        owners = [child for child in lm.children() if any(module is embedding for module in child.modules())]
+        if len(owners) != 1:
+            raise ModelError(f"{folder}: transformers' {type(lm).__name__} names no decoder")
+        decoder = owners[0]
+    assert isinstance(decoder, torch.nn.Module)
+    return decoder
+
+
+def value_head(lm: Any) -> torch.nn.Linear:
+    """Return the linear layer with one output that a classifier has besides its decoder. Raises ModelError."""
+    heads = [child for child in lm.children() if isinstance(child, torch.nn.Linear) and child.out_features == 1]
+    if len(heads) != 1:
+        name = type(lm).__name__
+        raise ModelError(f"transformers' {name} has {len(heads)} linear layers with one output; needed: one")
+    return heads[0]
+
+
+def token_classifier(config: Any, folder: Path) -> Any:
+    """Build transformers' token classifier with one label for a text model's config, on the meta device.
+
+    Sets `config` to one label. folder: for messages. Raises ModelError for a model type without token classifier.
+    """
+    from transformers import AutoModelForTokenClassification, __version__
+
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        raise ModelError(f"{folder}: transformers {__version__} has no token classifier of {config.model_type}")
+    turn_off_dropout(config)
+    _set_one_label(config)
+    with torch.device("meta"):
+        return AutoModelForTokenClassification.from_config(
+            config, dtype=torch.float32, experts_implementation=grouped_experts.register()
+        )
+
+
+def _set_one_label(config: Any) -> None:
+    """Set a transformers config to one label, and the dropout before a token classifier's head to 0."""
+    config.num_labels = 1
+    # Without this key transformers' class has a dropout of 0.1.
+    config.classifier_dropout = 0.0
+
+
 def reason(error: Exception) -> str:
     """Return an error's class name and message in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def skeleton(folder: Path, device: torch.device, packed: bool = True) -> Any:
-    """Build the causal LM with parameters on the meta device and computed buffers on `device`, with dropout off.
+    """Build `language_model` with parameters on the meta device and computed buffers on `device`.
 
     packed: attention and states restart at each sequence of a pack; else they are transformers' own, for one sequence
-    per row. Raises ModelError as `causal_lm`.
+    per row. Raises ModelError as `language_model`.
     """
-    lm = causal_lm(folder, packed_attention.register() if packed else None)
+    lm = language_model(folder, packed_attention.register() if packed else None)
     install_restarts(lm)
     compute_buffers(lm, device)
     return lm

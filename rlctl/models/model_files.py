@@ -14,7 +14,7 @@ from rlctl.config.run_weights import ADAPTER_CONFIG, chat_folder, local_adapter
 from rlctl.config.schema import ModelSection
 from rlctl.models.adapter_folder import base_digest, read_config, read_spec
 from rlctl.models.adapters import AdapterSpec
-from rlctl.models.facts import ModelFacts, find_facts
+from rlctl.models.facts import HeadKind, ModelFacts, find_facts, head_problem
 from rlctl.models.model_sizes import check_config, read_sizes
 from rlctl.models.weight_headers import check_weights, digest_of_weights
 from rlctl.utils.process import run_module
@@ -44,15 +44,21 @@ class ModelFiles:
 
     @classmethod
     def prepare(
-        cls, model: ModelSection, run_dir: Path, seed: int, merge: bool = False, base: str | None = None
+        cls,
+        model: ModelSection,
+        run_dir: Path,
+        seed: int,
+        merge: bool = False,
+        base: str | None = None,
+        head: HeadKind = "causal",
     ) -> "ModelFiles":
         """Make a model's folder ready on this machine, and return it with the model's facts.
 
         A hub model is downloaded once into the Hugging Face cache. For an adapter the base model is prepared too.
         merge: write an adapter's sum with its base into the run directory, and return this folder. base: an adapter's
         base model; None: the one that it names. With `random_init` a random model is written there, once for all
-        attempts. Raises ModelError for a model that rlctl
-        does not train, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
+        attempts. head: the kind of head that is needed. Raises ModelError for a model that rlctl does not train, for
+        another head, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
         """
         adapter = _fetch_adapter(model.path)
         # Folder or hub name of the model without adapters.
@@ -71,6 +77,8 @@ class ModelFiles:
             check_weights(Path(source))
             folder = source
         facts = find_facts(Path(folder))
+        if problem := head_problem(Path(folder), head):
+            raise ModelError(problem)
         if adapter is None:
             return cls(folder, source, facts, base=base)
         check_base(adapter, Path(folder))

@@ -37,7 +37,7 @@ class TensorRow:
     shape: Shape
     # Dtype on disk, for example bfloat16; None if the folder has no weights.
     dtype: str | None
-    # Name of a parameter or persistent buffer of the causal LM. None: not in the text model; an export copies the
+    # Name of a parameter or persistent buffer of the model. None: not in the text model; an export copies the
     # tensor.
     target: str | None
     # whole: shape of the target. start, size: begin and extent of the box in the target.
@@ -199,7 +199,7 @@ def tensors_of(lm: Any) -> dict[str, Tensor]:
 
 
 def derive_table(lm: Any, disk: Mapping[str, tuple[str, Shape]] | None, folder: object) -> ParameterTable:
-    """Derive the table of a causal LM on the meta device.
+    """Derive the table of a language model on the meta device.
 
     disk: name -> (dtype, shape) of the folder's tensors. None: the folder has no weights, and the rows get
     transformers' names. folder: for messages.

@@ -8,7 +8,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.run_weights import is_adapter, is_checkpoint, is_run
 from rlctl.config.schema import RunConfig
 from rlctl.data.templates import templates_of, unknown_arguments
-from rlctl.models.facts import ModelSizes, has_weights
+from rlctl.models.facts import ModelSizes, has_weights, head_problem
 from rlctl.models.layer_kinds import has_kernels
 from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.weight_headers import check_weights
@@ -37,8 +37,12 @@ def check_model(config: RunConfig) -> Violations:
         return
     try:
         check_config(file)
+        problem = head_problem(file.parent, "causal")
     except ModelError as error:
         yield Violation("model.path", str(error))
+        return
+    if problem:
+        yield Violation("model.path", problem)
         return
     # The hub's cache may have only some files of a model. The run fetches and checks the others.
     if not model.random_init and os.path.isdir(path):

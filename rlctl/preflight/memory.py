@@ -201,9 +201,9 @@ def trainer_bytes(
     items["weights to compute with"] = backend.copied_weights(trainer, sizes, size) * size
     # No division by pipeline stages: the first stage has 1/N of the layers and keeps N micro-batches at a time.
     items["activations"] = activations // (shards.tensor * shards.context)
-    items["logits"] = (chunk_tokens * logit_bytes + further_tokens * size) * sizes.vocab // shards.tensor
+    items["logits"] = (chunk_tokens * logit_bytes + further_tokens * size) * sizes.head_outputs // shards.tensor
     # Gradient of the output layer: a float32 sum over the chunks, and one chunk's product in the compute dtype.
-    output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.embedding_parameters // shards.tensor
+    output_gradient = 0 if adapters else (FLOAT32 + size) * sizes.head_parameters // shards.tensor
     items["output's gradient"] = output_gradient
     if trainer.teacher:
         items |= divergence_bytes(trainer, trainer.teacher, sizes, device)

@@ -70,8 +70,7 @@ def divergence_bytes(
         # On a CPU `frozen` counts the weights.
         weights = 0 if device == "cpu" else shards.rank_parameters(teacher.sizes)
         if shards.weights > 1:
-            outer_weights = (1 if teacher.sizes.tied else 2) * teacher.sizes.embedding_parameters
-            weights += outer_weights + 2 * teacher.sizes.largest_layer
+            weights += teacher.sizes.outer_parameters + 2 * teacher.sizes.largest_layer
         tokens = trainer.micro_batch_tokens
     logit_bytes = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     # The log-probs' logits are kept, and their gradient of the output layer waits for the divergence's.

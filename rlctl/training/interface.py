@@ -51,7 +51,8 @@ class TokenBatch:
     Tensors are on the trainer's device. R equals S if each rollout has one row.
     """
 
-    # float32 [T], with gradient: log-prob of each token under the tempered policy; 0 where the mask is false.
+    # float32 [T], with gradient: log-prob of each token under the tempered policy; 0 where the mask is false. 0 for a
+    # model with a value head, like the entropy.
     log_probs: Tensor
     # float32 [T], with gradient: entropy of the tempered policy at each token; 0 where the mask is false.
     entropy: Tensor
@@ -70,6 +71,9 @@ class TokenBatch:
     # float32 [T], with gradient: divergence of `LossNeeds.divergence` at each token, nats, 0 where the mask is false.
     # None without that need.
     divergence: Tensor | None = None
+    # float32 [T], with gradient: value of the tokens before each token, 0 where the mask is false. None for a model
+    # without value head.
+    values: Tensor | None = None
 
 
 @dataclass

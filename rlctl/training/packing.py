@@ -85,10 +85,17 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
     )
 
 
-def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor, divergence: Tensor | None = None) -> TokenBatch:
+def token_batch(
+    packed: Packed,
+    log_probs: Tensor,
+    entropy: Tensor,
+    divergence: Tensor | None = None,
+    values: Tensor | None = None,
+) -> TokenBatch:
     """Return the input of a loss for a pack. log_probs, entropy: float32 [T], the policy's at each token.
 
-    divergence: float32 [T], from the teacher; None if the loss needs none.
+    divergence: float32 [T], from the teacher; None if the loss needs none. values: float32 [T], of a value head; None
+    for a causal LM.
     """
     return TokenBatch(
         log_probs=log_probs,
@@ -100,6 +107,7 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor, divergence: 
         rollout=packed.rollout,
         num_rollouts=packed.num_rollouts,
         divergence=divergence,
+        values=values,
     )
 
 

@@ -118,6 +118,14 @@ class TrainerRank(ABC):
             self._state.enter("log_probs")
             return self._log_probs(micro_batches, role)
 
+    def values(self, micro_batches: list[MicroBatch], role: Role = "policy") -> list[list[NDArray[np.float32]]]:
+        """Return the outputs of the value head float32 [T] of every sequence, in the order given, one at each token.
+
+        The output at a token is the value of the tokens up to and including it. Otherwise as `log_probs`. Raises
+        ValueError for a model without value head, and for a backend without one.
+        """
+        raise ValueError(f"trainer.backend={self._config.backend} computes no values")
+
     def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
         """Return `log_probs` in float32 of the weights as they are rounded; None for a backend that cannot."""
         return None
@@ -241,9 +249,9 @@ class TrainerRank(ABC):
     def _table_of(self, folder: Path) -> ParameterTable:
         """Return the table that a folder of the same architecture has for its names."""
         from rlctl.models.derive import table_of
-        from rlctl.models.meta_model import causal_lm
+        from rlctl.models.meta_model import language_model
 
-        return self._table if folder == self._folder or is_adapter(folder) else table_of(causal_lm(folder), folder)
+        return self._table if folder == self._folder or is_adapter(folder) else table_of(language_model(folder), folder)
 
     def _dtype_of(self, row: TensorRow, weights_dtype: str) -> str:
         if self._facts.keeps_float32(str(row.target)) or (row.dtype == "float32" and self._table.is_mixed):
@@ -330,8 +338,7 @@ class TrainerRank(ABC):
     # Memory and facts.
 
     def rest(self) -> None:
-        """Give device memory to the engines that share the device: unused cached memory, and the states that
-        `memory.residency()` has on the host during generation."""
+        """Give unused memory to engines on the device, and move states to the host as `memory.residency()` says."""
         self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -342,10 +349,7 @@ class TrainerRank(ABC):
         return process_memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
-        """Return parameters, active_parameters, adapter_parameters, vocab_size, dtype, device, device_name.
-
-        active_parameters: weights that a token is multiplied with, the embedding look-up left out.
-        """
+        """Return facts by name. active_parameters: weights that a token is multiplied with, without the embedding."""
         cuda = self._device.type == "cuda"
         return {
             "parameters": self._facts.sizes.parameters,

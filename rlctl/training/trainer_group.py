@@ -195,10 +195,22 @@ class TrainerGroup:
 
     def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""
+        return self._run_column(TrainerWorker.log_probs, sequences, role)
+
+    def values(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
+        """Return the value head's outputs float32 [T] of each sequence under the weights of `role`, in order.
+
+        The output at a token is the value of the tokens up to and including it: a reward model's score of a sequence is
+        its last output.
+        """
+        return self._run_column(TrainerWorker.values, sequences, role)
+
+    def _run_column(
+        self, method: Callable[[Any, RankBatch, Role], NDArray[np.float32]], sequences: Rows[TrainingSample], role: Role
+    ) -> list[NDArray[np.float32]]:
         plan = self._plan_batch(sequences)
         arguments = [(share, role) for share in self._make_shares(plan, sequences)]
-        log_probs_of_ranks = self.group.run(TrainerWorker.log_probs, arguments)
-        return self._order_by_sequence(plan, sequences, log_probs_of_ranks)
+        return self._order_by_sequence(plan, sequences, self.group.run(method, arguments))
 
     def exact_log_probs(self, sequences: Rows[TrainingSample]) -> list[NDArray[np.float32]] | None:
         """Return the policy's log-probs float32 [T] of each sequence, computed in float32 with the rounded weights.

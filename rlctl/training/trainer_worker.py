@@ -113,6 +113,10 @@ class TrainerWorker(SendsWeights):
         """Return the log-prob of every token of the share under the weights of `role`, float32 [N]."""
         return _flatten_columns(self._trainer.log_probs(share.micro_batches(), role))
 
+    def values(self, share: RankBatch, role: Role = "policy") -> NDArray[np.float32]:
+        """Return the value head's output at every token of the share under the weights of `role`, float32 [N]."""
+        return _flatten_columns(self._trainer.values(share.micro_batches(), role))
+
     def exact_log_probs(self, share: RankBatch) -> NDArray[np.float32] | None:
         """Return the policy's log-probs float32 [N], computed in float32 with weights rounded to the compute dtype.
 

@@ -113,11 +113,11 @@ def _names_on_disk(folder: Path, spec: AdapterSpec) -> Mapping[str, tuple[str, i
     headers = weight_headers(folder)
     if all(name in headers for name in plain):
         return plain
-    from rlctl.models.meta_model import causal_lm
+    from rlctl.models.meta_model import language_model
     from rlctl.models.parameter_table import derive_table
 
     stored = {name: (dtype, tuple(shape)) for name, (dtype, shape) in headers.items()}
-    table = derive_table(causal_lm(folder), stored, folder)
+    table = derive_table(language_model(folder), stored, folder)
     names = {}
     for target in spec.targets:
         for row in table.rows_of(f"{target.name}.weight"):

@@ -100,7 +100,7 @@ class FsdpBackend(Backend):
         A single rank gathers nothing. It casts all its weights to the compute dtype, and keeps the casts of layers that
         are not recomputed. Weights already in the compute dtype are not copied.
         """
-        outer_weights = (1 if sizes.tied else 2) * sizes.embedding_parameters
+        outer_weights = sizes.outer_parameters
         if self.shard_counts(trainer).weights > 1:
             return outer_weights + 2 * sizes.largest_layer
         if size == FLOAT32:

@@ -147,6 +147,8 @@ class MegatronBackend(Backend):
         kind = sizes.model_type
         if kind not in MODEL_TYPES:
             message = f"megatron trains {', '.join(MODEL_TYPES)}, not {kind}"
+        elif sizes.head_kind == "value":
+            message = "megatron trains no model with a value head"
         elif sizes.output_bias or sizes.mlp_bias:
             message = f"megatron trains no {kind} with biases"
         elif sizes.activation != "silu":

@@ -1,4 +1,5 @@
-"""The policy as one FSDP2 module: a Hugging Face causal LM with sharded layers, and a head computed in chunks.
+"""The policy as one FSDP2 module: a Hugging Face causal LM with sharded layers, and a head computed in chunks. A model
+with a value head (a critic, a reward model) is the same module with another head.
 
 Trained weights are float32 masters. Frozen weights, below adapters, have the compute dtype. Weights are read from
 safetensors one layer at a time, so that no rank ever holds the whole model. A single rank does not use FSDP: its layers
@@ -44,7 +45,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class FsdpPolicy(nn.Module):
-    """Causal LM whose `forward` returns log-probs. It is FSDP's root module, so the whole head weight is gathered."""
+    """Causal LM whose `forward` returns log-probs, or a model with a value head whose `forward` returns values.
+
+    It is FSDP's root module, so the whole head weight is gathered.
+    """
 
     def __init__(
         self, lm: Any, facts: ModelFacts, temperature: float, section: TrainerSettings, dtype: torch.dtype
@@ -61,14 +65,24 @@ class FsdpPolicy(nn.Module):
     def forward(self, packed: Packed, rows: Tensor, read: ReadHidden | None = None) -> Any:
         """Return the log-probs of the tokens at `rows`, and the entropy of the policy there, float32 [N] each.
 
-        Both are at the sampling temperature. rows: int64 [N], rows of the pack without first tokens of sequences. read:
-        return its result in their place, for the head and the hidden states [N, hidden] that predict the tokens.
+        Both are at the sampling temperature. A value head returns (values of the tokens before `rows`,), float32 [N].
+        rows: int64 [N], rows of the pack without first tokens of sequences. read: return its result in their place, for
+        the head and the hidden states [N, hidden] of the tokens before `rows`.
         """
         # Some models (mamba) have a float32 residual. transformers casts it to the head's dtype too.
         hidden = self._hidden_states(packed, rows - 1).to(self.dtype)
         layer = self.lm.get_submodule(self.facts.head)
         head = OutputHead(layer.weight, getattr(layer, "bias", None), self.facts.kinds.logits)
-        return read(hidden, head) if read else self.read_log_probs(hidden, head, packed.tokens[rows])
+        if read:
+            return read(hidden, head)
+        if self.has_value_head:
+            return (read_values(hidden, head),)
+        return self.read_log_probs(hidden, head, packed.tokens[rows])
+
+    @property
+    def has_value_head(self) -> bool:
+        """True if the head gives one value for a token, and no log-probs."""
+        return self.facts.sizes.head_kind == "value"
 
     def read_log_probs(self, hidden: Tensor, head: OutputHead, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-prob and entropy of the targets, float32 [N] each. targets: int64 [N]."""
@@ -112,6 +126,12 @@ class FsdpPolicy(nn.Module):
             return {}
         seq_idx = (packed.positions == 0).cumsum(0)[None].int() - 1
         return {"cu_seq_lens_k": packed.cu_seqlens, "max_length_k": packed.max_len, "seq_idx": seq_idx}
+
+
+def read_values(hidden: Tensor, head: OutputHead) -> Tensor:
+    """Return the outputs of a value head for hidden states [N, hidden]: float32 [N], computed in float32."""
+    bias = None if head.bias is None else head.bias.float()
+    return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)[:, 0]
 
 
 @dataclass(frozen=True)

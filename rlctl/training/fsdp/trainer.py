@@ -6,10 +6,8 @@ from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,9 +18,19 @@ from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.memory import residency
 from rlctl.preflight.roles import TEACHER
 from rlctl.refit.weight_source import Shard
+from rlctl.training.fsdp.columns import TokenColumns, compute_log_probs, compute_values
 from rlctl.training.fsdp.float32_pass import in_float32
 from rlctl.training.fsdp.mesh import add_over_replicas, make_meshes
-from rlctl.training.fsdp.model import Named, build_policy, check_restarts, free_gathered, local, read_shards
+from rlctl.training.fsdp.model import (
+    FsdpPolicy,
+    Named,
+    build_policy,
+    check_restarts,
+    free_gathered,
+    local,
+    read_shards,
+    read_values,
+)
 from rlctl.training.fsdp.optimizer import MOMENTS, make_optimizer
 from rlctl.training.fsdp.rank_shards import RankShards
 from rlctl.training.fsdp.resident import build_residents
@@ -139,23 +147,21 @@ class FsdpTrainer(TrainerRank):
                 whole_tensors[name] = tensor.to("cpu", copy=True)
         return AdapterJob(folder, self._config.adapters, self._base, self._companions, whole_tensors)
 
-    def exact_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]] | None:
+    def exact_log_probs(self, micro_batches: list[MicroBatch]) -> TokenColumns | None:
         with in_float32(self._policy):
             return self.log_probs(micro_batches)
 
-    def _log_probs(self, micro_batches: list[MicroBatch], role: Role) -> list[list[NDArray[np.float32]]]:
-        model = self._residents[role].model if role in self._residents else self._policy
-        log_probs_of_batches: list[list[NDArray[np.float32]]] = []
-        for micro_batch in micro_batches:
-            packed = pack(micro_batch, self._device)
-            rows = packed.positions.nonzero()[:, 0]
-            log_probs, _ = model(packed, rows)
-            all_log_probs = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
-            parts = np.split(all_log_probs.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else []
-            log_probs_of_batches.append(parts)
-        # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
-        free_gathered(model)
-        return log_probs_of_batches
+    def _log_probs(self, micro_batches: list[MicroBatch], role: Role) -> TokenColumns:
+        return compute_log_probs(self._model_of(role), micro_batches, self._device)
+
+    def values(self, micro_batches: list[MicroBatch], role: Role = "policy") -> TokenColumns:
+        with self._weights_of(role), torch.no_grad():
+            self._state.enter("log_probs")
+            return compute_values(self._model_of(role), micro_batches, self._device)
+
+    def _model_of(self, role: Role) -> FsdpPolicy:
+        """Return the module that computes with the weights of `role`."""
+        return self._residents[role].model if role in self._residents else self._policy
 
     def _weights_of(self, role: Role) -> AbstractContextManager[None]:
         resident = self._residents.get(role)
@@ -195,6 +201,8 @@ class FsdpTrainer(TrainerRank):
         rows = packed.mask.nonzero()[:, 0]
 
         def read_student(hidden: Tensor, head: OutputHead) -> tuple[Tensor, ...]:
+            if self._policy.has_value_head:
+                return (read_values(hidden, head),)
             columns = self._policy.read_log_probs(hidden, head, packed.tokens[rows])
             if term is None or teacher_side is None:
                 return columns
@@ -205,7 +213,10 @@ class FsdpTrainer(TrainerRank):
             # 0 with a gradient, so that the collectives of the backward pass still run.
             return LossOutput(sum((column.sum() for column in columns), torch.zeros((), device=self._device)))
         zeros = torch.zeros(len(packed.tokens), device=self._device)
-        return loss(token_batch(packed, *(zeros.index_copy(0, rows, column) for column in columns)))
+        token_columns = [zeros.index_copy(0, rows, column) for column in columns]
+        if self._policy.has_value_head:
+            return loss(token_batch(packed, log_probs=zeros, entropy=zeros, values=token_columns[0]))
+        return loss(token_batch(packed, *token_columns))
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad()

@@ -212,7 +212,7 @@ def test_a_class_that_transformers_learns_of_later_trains_by_its_derived_facts(t
     AutoModelForCausalLM.register(LaterConfig, LaterForCausalLM)
     folder = make_model(tmp_path / "model", "later_than_this", more={"logit_scale": 0.5}, scale=2.0)
     facts = derive_facts(folder)
-    assert (facts.causal_lm, facts.kinds.logits.scale) == ("LaterForCausalLM", 0.5)
+    assert (facts.architecture, facts.kinds.logits.scale) == ("LaterForCausalLM", 0.5)
     assert {round(kind.scale, 6) for kind in facts.kinds.attention} == {0.3}
     expected = compute_with_transformers(folder)
     with open_trainer(folder, tmp_path) as trainer:

@@ -66,7 +66,7 @@ def test_other_families_are_counted_as_transformers_builds_them(
     folder = write_config(tmp_path, kind, **options, tie_word_embeddings=False)
     facts = derive_facts(folder)
     lm = skeleton(folder, torch.device("cpu"))
-    assert facts.layers == layers and facts.causal_lm == type(lm).__name__
+    assert facts.layers == layers and facts.architecture == type(lm).__name__
     assert facts.sizes.parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert facts.sizes.mlp_width == width
 

@@ -11,7 +11,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models import hf_folder
 from rlctl.models.derive import load_facts, table_of
 from rlctl.models.hf_folder import WeightFiles, check_tied, write_folder
-from rlctl.models.meta_model import causal_lm
+from rlctl.models.meta_model import language_model
 from rlctl.models.parameter_table import TensorRow
 from tests.system.training.scenario import open_trainer
 from tests.tiny_models import make_model
@@ -50,7 +50,7 @@ def test_an_output_that_is_not_the_embedding_it_is_tied_to_is_refused(
     if row is not None:
         head[row] += 1
     save_file({**tensors, "lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
-    lm = causal_lm(folder)
+    lm = language_model(folder)
     table = table_of(lm, folder)
     facts = load_facts(folder)
     if row is None:

@@ -13,7 +13,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.derive import derive_facts, table_of
 from rlctl.models.hf_folder import WeightFiles, write_folder
-from rlctl.models.meta_model import causal_lm, skeleton
+from rlctl.models.meta_model import language_model, skeleton
 from rlctl.models.parameter_table import ParameterTable, derive_table
 from tests.tiny_models import KINDS, make_model
 
@@ -39,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def table(folder: Path) -> ParameterTable:
-    return table_of(causal_lm(folder), folder)
+    return table_of(language_model(folder), folder)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_part_of_a_tensor_has_its_place_in_memory(
 
 def test_buffers_are_sent_and_not_trained(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "glm4_moe", more=FAMILIES["glm4_moe"])
-    table = table_of(causal_lm(folder), folder)
+    table = table_of(language_model(folder), folder)
     buffers = [row for row in table.rows if row.buffer]
     assert len(buffers) == 1
     buffer = buffers[0]
@@ -134,7 +134,7 @@ def test_buffers_are_sent_and_not_trained(tmp_path: Path) -> None:
 
 def test_below_adapters_their_rows_alone_are_trained_sent_and_saved(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "glm4_moe", more=FAMILIES["glm4_moe"])
-    base_table = table_of(causal_lm(folder), folder)
+    base_table = table_of(language_model(folder), folder)
     targets, _ = choose_targets(derive_facts(folder).sizes.linears, "attention")
     spec = AdapterSpec(rank=2, alpha=4.0, rslora=False, dropout=0.0, targets=targets)
     table = base_table.with_adapters(spec.tensors)
@@ -162,7 +162,7 @@ def test_a_text_model_is_read_under_its_prefix_and_the_rest_is_kept(tmp_path: Pa
 
     add = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2)}
     folder = change_weights(make_model(tmp_path / "m", "llama"), add, add_prefix)
-    table = table_of(causal_lm(folder), folder)
+    table = table_of(language_model(folder), folder)
     assert table.by_name["model.language_model.norm.weight"].target == "model.norm.weight"
     assert table.by_name["lm_head.weight"].target == "lm_head.weight"
     assert {row.name for row in table.kept_rows} == add.keys() == set(derive_facts(folder).kept)
@@ -170,7 +170,7 @@ def test_a_text_model_is_read_under_its_prefix_and_the_rest_is_kept(tmp_path: Pa
 
 def test_experts_that_a_folder_has_stacked_are_read_stacked(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", "qwen3_moe", layers=1)
-    lm = causal_lm(folder)
+    lm = language_model(folder)
     tensors_on_disk = {name: ("float32", tuple(parameter.shape)) for name, parameter in lm.named_parameters()}
     table = derive_table(lm, tensors_on_disk, folder)
     assert {row.name for row in table.rows} == tensors_on_disk.keys()
@@ -178,7 +178,7 @@ def test_experts_that_a_folder_has_stacked_are_read_stacked(tmp_path: Path) -> N
 
 def test_a_copy_of_a_tied_head_is_left_out(tmp_path: Path) -> None:
     folder = change_weights(make_model(tmp_path / "m", "qwen3"), {"lm_head.weight": torch.ones(64, 128)})
-    assert "lm_head.weight" not in table_of(causal_lm(folder), folder).by_name
+    assert "lm_head.weight" not in table_of(language_model(folder), folder).by_name
 
 
 NORM = "model.layers.0.input_layernorm.weight"
@@ -217,7 +217,7 @@ def test_the_time_of_a_table_grows_with_its_tensors_and_not_with_their_square(tm
     """Qwen3-30B-A3B has 18,867 tensors, whose table took 12 s of each rank's start."""
     keys = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 24, "num_experts": 64, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "moe_intermediate_size": 8, **keys}))
-    lm = causal_lm(tmp_path)
+    lm = language_model(tmp_path)
 
     def measure_seconds(disk: dict[str, tuple[str, tuple[int, ...]]] | None) -> float:
         begin = time.process_time()
