@@ -43,8 +43,13 @@ _NAMED_ENTRIES = {
     "data.train.sources": "source",
 }
 NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
-# Key of a section that may be null -> its file of defaults.
-OPTIONAL_SECTIONS = {"lora": "lora", "teacher": "teacher", "grpo.loss.distillation": "distillation"}
+# Key of a section that may be null -> its file of defaults. The file may have further defaults for the first key.
+OPTIONAL_SECTIONS = {
+    "lora": "lora",
+    "teacher": "teacher",
+    "grpo.loss.distillation": "distillation",
+    "sft.loss.distillation": "distillation",
+}
 # Key of a mapping with any keys -> file of defaults of each value.
 _ENTRIES = {"teachers": "teacher"}
 # Sections without a file of defaults that may also be written as a bare name.
@@ -92,7 +97,7 @@ def _add_defaults(root: ConfigNode) -> ConfigNode:
         path = key.split(".")
         section = node_at(root, path)
         if section is not None and isinstance(section.value, dict):
-            root = put(root, path, merge(defaults_of(kind, ""), section))
+            root = put(root, path, merge(defaults_of(kind, path[0]), section))
     for key, kind in _ENTRIES.items():
         section = node_at(root, [key])
         if section is not None and isinstance(section.value, dict):

@@ -91,6 +91,8 @@ _PURPOSES: dict[str, dict[str, list[str]]] = {
         "teacher": ["path", "lora", "place"],
         "reference": ["path", "place"],
         "grpo.loss": ["distillation", "kl_coef"],
+        "sft.loss": ["nll_coef"],
+        "sft.loss.distillation": ["over", "divergence"],
         _TOP_LEVEL: ["teachers", "teacher_key"],
     },
     "Play several turns or an agent": {
@@ -268,7 +270,7 @@ def _find_default(key: str, root: ConfigNode) -> tuple[str, str]:
         return _describe_default(key, defaults_of("reward", ""), names[-1:])
     for section, kind in OPTIONAL_SECTIONS.items():
         if key.startswith(f"{section}."):
-            return _describe_default(key, defaults_of(kind, ""), names[section.count(".") + 1 :])
+            return _describe_default(key, defaults_of(kind, names[0]), names[section.count(".") + 1 :])
     return _describe_default(key, root, names)
 
 

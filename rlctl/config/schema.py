@@ -14,7 +14,7 @@ from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import needs_answers
-from rlctl.config.role_schema import ReferenceSection, TeacherSection
+from rlctl.config.role_schema import DistillationSection, ReferenceSection, TeacherSection
 from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.config.trainer_schema import LoraSection, TrainerSection
 
@@ -117,6 +117,17 @@ class CheckpointSection:
 
 
 @dataclass
+class SftLossSection:
+    nll_coef: float = spec(
+        "The weight of the negative log-likelihood. 0 is for a run that learns from the teacher alone.", ge=0
+    )
+    distillation: DistillationSection | None = spec(
+        "The term that distils from a teacher, over its vocabulary or its likeliest tokens. null has none. {} is the "
+        "defaults of distillation.yaml."
+    )
+
+
+@dataclass
 class SftSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
     batch_size: int = spec("The samples of a step.", ge=1, most=MOST_SEQUENCES)
@@ -126,6 +137,7 @@ class SftSection:
         "otherwise later, as one that drops thinking, strip begins another sample with the history as the template "
         "writes it. keep goes on in the same sample."
     )
+    loss: SftLossSection = spec("The loss.")
 
 
 @dataclass
@@ -209,6 +221,11 @@ class GrpoConfig:
         return None
 
     @property
+    def distillation(self) -> DistillationSection | None:
+        """Term of the loss that distils from a teacher; None for none."""
+        return self.grpo.loss.distillation
+
+    @property
     def has_turns(self) -> bool:
         """True if an environment, a rollout function or an agent plays the rollouts."""
         return self.opens_prompts or self.rollout is not None
@@ -276,6 +293,9 @@ class SftConfig:
     model: ModelSection = spec("The policy.")
     data: DataSection = spec("The samples.")
     sft: SftSection = spec("The algorithm.")
+    teacher: TeacherSection | None = spec(
+        "The model that the policy is distilled from (sft.loss.distillation), in the trainer's ranks. null has none."
+    )
     ray_compiled_graph: CompiledGraphSection = spec("Calls to the trainer ranks through a Ray Compiled Graph.")
     lora: LoraSection | None = spec(
         "Train low-rank adapters, and leave the model's own weights as they are. null trains every weight. {} is the "
@@ -287,6 +307,16 @@ class SftConfig:
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: SftHealthSection = spec("Bounds on the run's health.")
     telemetry: TelemetrySection = spec("The display and the records of the run.")
+
+    @property
+    def teachers(self) -> dict[str, TeacherSection]:
+        """Empty: an SFT run has one teacher at most."""
+        return {}
+
+    @property
+    def distillation(self) -> DistillationSection | None:
+        """Term of the loss that distils from a teacher; None for none."""
+        return self.sft.loss.distillation
 
     @property
     def step_shape(self) -> StepShape:

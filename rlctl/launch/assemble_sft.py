@@ -120,13 +120,15 @@ class SftParts:
         return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)
 
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
-        from rlctl.sft.loss import NllLoss
+        from rlctl.sft.loss import make_loss
 
-        graph = self.settled.config.ray_compiled_graph
+        config = self.settled.config
+        graph = config.ray_compiled_graph
+        loss = make_loss(config.sft.loss)
         compile_group(graph, trainer.group, self.session)
         with self.session.starting("warm-up"), ordinary_if_it_fails(graph, trainer.group, self.session):
             for count, length in warm_up_passes(self.settled, longest):
-                trainer.warm_up(count, length, NllLoss())
+                trainer.warm_up(count, length, loss)
 
 
 def warm_up_passes(settled: SettledSft, longest: int) -> list[tuple[int, int]]:

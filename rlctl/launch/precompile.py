@@ -35,11 +35,11 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
     on_engines = {name for name, role in settled.placed_roles.items() if role.place == "engines"}
     roles = policy + tuple(role for role in settled.frozen_roles if role not in on_engines)
-    if settled.grpo and settled.trainer.teacher:
+    if settled.trainer.teacher:
         # The teacher's pass is part of each update.
-        term = settled.grpo.config.grpo.loss.distillation
+        term = settled.config.distillation
         roles = tuple(role for role in roles if role != TEACHER)
     with session.starting("warm-up"):
         # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         for warm_up_length in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, warm_up_length, NllLoss(term), roles)
+            trainer.warm_up(count, warm_up_length, NllLoss(distillation=term), roles)

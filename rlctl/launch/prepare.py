@@ -154,10 +154,9 @@ class PreparedRun:
         """Derive the facts of new models on this machine, then check the config again. Raises ConfigError."""
         settled = self.composed.settled
         paths = {"model.path": settled.config.model.path} if settled.facts is None else {}
-        if settled.grpo:
-            for name, role in written_roles(settled.grpo.config).items():
-                if role.weights is not None and settled.role_facts[name].sizes is None:
-                    paths[f"{name}.path"] = role.path or role.weights
+        for name, role in written_roles(settled.config).items():
+            if role.weights is not None and settled.role_facts[name].sizes is None:
+                paths[f"{name}.path"] = role.path or role.weights
         files = {key: config_file(path) for key, path in paths.items()}
         new_files = {key: file for key, file in files.items() if file is not None}
         if not new_files:

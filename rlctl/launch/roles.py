@@ -30,9 +30,7 @@ def find_roles(settled: Settled, policy: ModelFiles, run_dir: RunDir) -> dict[Ro
     policy: the run's model, found already. An adapter that the policy's own adapters cannot hold is merged with its
     base into the run's directory. Raises ModelError, also for a model that cannot score the policy's tokens.
     """
-    if settled.grpo is None:
-        return {}
-    written = written_roles(settled.grpo.config)
+    written = written_roles(settled.config)
     roles = {}
     for name in settled.frozen_roles:
         try:

@@ -136,7 +136,7 @@ class SamplingParts:
         config = self.config
         slots = list(allocation.placement.scoring)
         sampler = engine_spec(self.settled, self.files, self.ends.stops, allocation.placement)
-        for role in scoring_roles(config) if role_files else ():
+        for role in scoring_roles(config):
             spec = scoring_spec(sampler, role, role_files[role.name])
             own_slots = slots[: role.num_engines]
             del slots[: role.num_engines]

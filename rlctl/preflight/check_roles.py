@@ -7,20 +7,24 @@ from pathlib import Path
 from rlctl.config.errors import BrokenValueError, ModelError
 from rlctl.config.role_schema import DistillationSection
 from rlctl.config.run_weights import chat_folder, is_adapter, local_adapter, local_folder
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.adapter_folder import read_config
 from rlctl.models.model_sizes import check_config, config_file, sizes_of
 from rlctl.models.vocabulary import count_tokens, vocabulary_problem
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations, backend_of
-from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, named_columns
+from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, read_columns
 from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.roles import TEACHER, RoleFacts, WrittenRole, read_role_facts, written_roles
+from rlctl.preflight.roles import (
+    TEACHER,
+    RoleFacts,
+    WrittenRole,
+    read_role_facts,
+    written_roles,
+)
 from rlctl.preflight.settled import Settled, SettledGrpo, settle
-
-_TERM = "grpo.loss.distillation"
 
 
 def settle_here(config: RunConfig) -> Settled:
@@ -30,21 +34,21 @@ def settle_here(config: RunConfig) -> Settled:
     with suppress(BrokenValueError, ModelError):
         facts = sizes_of(config.model.path)
     settled = settle(config, RunMachine(), facts)
-    if settled.grpo is None:
-        return settled
     adapters = None
     # Without the model's facts its linear layers are not known.
     with suppress(BrokenValueError, NotKnownError):
         adapters = settled.adapters
     role_facts = {}
     with suppress(BrokenValueError):
-        for name, role in written_roles(settled.grpo.config).items():
+        for name, role in written_roles(config).items():
             role_facts[name] = read_role_facts(role, config.model.path, facts, adapters)
     return settled.settle_on(settled.machine, facts, role_facts)
 
 
-def check_roles(settled: SettledGrpo) -> Violations:
+def check_roles(settled: Settled) -> Violations:
     """Find roles without a model, models that cannot be used, and places that a model cannot have."""
+    if settled.grpo:
+        yield from _check_several_teachers(settled.grpo.config)
     yield from _check_teachers(settled)
     with suppress(BrokenValueError):
         for role in written_roles(settled.config).values():
@@ -53,9 +57,8 @@ def check_roles(settled: SettledGrpo) -> Violations:
                 yield from _check_model(settled, role)
 
 
-def _check_teachers(settled: SettledGrpo) -> Violations:
-    """Find contradictions between `teacher`, `teachers`, `teacher_key` and their reader."""
-    config = settled.config
+def _check_several_teachers(config: GrpoConfig) -> Violations:
+    """Find contradictions between `teacher`, `teachers` and `teacher_key`."""
     if config.teacher is not None and config.teachers:
         yield Violation("teachers", "there is a teacher already: give either teacher or teachers", ("teacher",))
     if config.teachers and config.teacher_key is None:
@@ -66,28 +69,42 @@ def _check_teachers(settled: SettledGrpo) -> Violations:
     for name in config.teachers:
         if not name or "." in name:
             yield Violation(f"teachers.{name}", "a teacher's name must be without dots, and not empty")
+
+
+def _check_teachers(settled: Settled) -> Violations:
+    """Find teachers without a model or without a reader, and a distillation term without a teacher."""
+    config = settled.config
     for name, role in written_roles(config).items():
-        if name.startswith("teacher") and role.weights is None:
+        if name.startswith(TEACHER) and role.weights is None:
             yield Violation(f"{name}.path", "not set; needed: the teacher's model, or lora, an adapter with its base")
     has_teacher = config.teacher is not None or bool(config.teachers)
-    term = config.grpo.loss.distillation
+    term = config.distillation
+    key = f"{config.kind}.loss.distillation"
     if term is not None and not has_teacher:
-        yield Violation(_TERM, "needs a teacher: set teacher.path, or null", ("teacher",))
+        yield Violation(key, "needs a teacher: set teacher.path, or null", ("teacher",))
     if term is not None and term.over != "sampled":
-        yield from _check_divergence(settled, term)
-    named = {*named_columns(config.grpo.loss), *named_columns(config.grpo.advantage)}
-    if has_teacher and term is None and TEACHER_LOG_PROB.name not in named:
-        key = "teachers" if config.teachers else "teacher"
-        yield Violation(key, f"nothing reads it: set {_TERM}={{}}, or null", (_TERM,))
+        yield from _check_divergence(settled, term, f"{key}.over")
+    elif term is not None and settled.sft:
+        message = "must be vocabulary or top_k, not sampled: the policy did not sample the tokens of given text"
+        yield Violation(f"{key}.over", message)
+    if settled.sft and term is None and settled.sft.config.sft.loss.nll_coef == 0:
+        yield Violation("sft.loss.nll_coef", f"must be above 0 without {key}: nothing would be learnt", (key,))
+    if has_teacher and term is None and TEACHER_LOG_PROB.name not in read_columns(config):
+        section = "teachers" if config.teachers else "teacher"
+        yield Violation(section, f"nothing reads it: set {key}={{}}, or null", (key,))
 
 
-def _check_divergence(settled: SettledGrpo, term: DistillationSection) -> Violations:
-    """Find runs whose ranks cannot compute a divergence over more than the sampled token."""
+def _check_divergence(settled: Settled, term: DistillationSection, key: str) -> Violations:
+    """Find runs whose ranks cannot compute a divergence over more than the sampled token. key: of `term.over`."""
     config = settled.config
-    key = f"{_TERM}.over"
     if not backend_of(config.trainer).measures_divergences:
-        message = f"must be sampled with trainer.backend={config.trainer.backend}, which computes no other divergence"
-        yield Violation(key, message, ("trainer.backend",))
+        backend = config.trainer.backend
+        if settled.sft:
+            message = f"must be null with trainer.backend={backend}, which computes no divergence from a teacher"
+            yield Violation(key.removesuffix(".over"), message, ("trainer.backend",))
+        else:
+            message = f"must be sampled with trainer.backend={backend}, which computes no other divergence"
+            yield Violation(key, message, ("trainer.backend",))
     if config.teachers:
         yield Violation(key, f"must be sampled with teachers: {term.over} is for one teacher", ("teachers",))
     if config.teacher is not None and config.teacher.place == "engines":
@@ -97,16 +114,17 @@ def _check_divergence(settled: SettledGrpo, term: DistillationSection) -> Violat
     tokens = count_tokens(policy) if policy else None
     if term.over == "top_k" and tokens and term.num_top_tokens >= tokens:
         message = f"must be below {tokens}, the tokens of the tokenizer, not {term.num_top_tokens}; or over=vocabulary"
-        yield Violation(f"{_TERM}.num_top_tokens", message, (key,))
+        yield Violation(f"{config.kind}.loss.distillation.num_top_tokens", message, (key,))
 
 
-def _check_place(settled: SettledGrpo, role: WrittenRole) -> Violations:
+def _check_place(settled: Settled, role: WrittenRole) -> Violations:
     """Find a place that the role's model, or the trainer's backend, does not have."""
     trainer = settled.config.trainer
     key = f"{role.name}.place"
     facts = settled.role_facts.get(role.name, RoleFacts())
     if role.place == "engines":
-        yield from _check_engines(settled, role, facts)
+        if settled.grpo:
+            yield from _check_engines(settled.grpo, role, facts)
         return
     holds_residents = backend_of(trainer).holds_residents
     if role.place == "resident" and not holds_residents:
@@ -137,7 +155,7 @@ def _check_engines(settled: SettledGrpo, role: WrittenRole, facts: RoleFacts) ->
             yield Violation(key, f"generation.engine={engine.name} cannot score it: {refusal}", (f"{role.name}.path",))
 
 
-def _check_model(settled: SettledGrpo, role: WrittenRole) -> Violations:
+def _check_model(settled: Settled, role: WrittenRole) -> Violations:
     """Find a model that is no causal language model with the policy's vocabulary, or is an adapter that cannot be read.
 
     Models that are not on this machine are checked once the run has fetched them.
@@ -167,13 +185,13 @@ def _check_model(settled: SettledGrpo, role: WrittenRole) -> Violations:
         yield Violation(key, str(error))
 
 
-def _policy_tokenizer(settled: SettledGrpo) -> Path | None:
+def _policy_tokenizer(settled: Settled) -> Path | None:
     """Return the folder of the policy's tokenizer; None if it is not on this machine."""
     model = settled.config.model
     return local_folder(model.tokenizer or chat_folder(model.path))
 
 
-def role_vocabulary_problem(settled: SettledGrpo, role: WrittenRole) -> str | None:
+def role_vocabulary_problem(settled: Settled, role: WrittenRole) -> str | None:
     """Return why a role's model cannot score the policy's tokens; None if it can, or a tokenizer is not here."""
     policy = _policy_tokenizer(settled)
     file = config_file(role.path or role.lora or "")

@@ -58,10 +58,10 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
         check_data(config),
         check_profile(config),
         check_nodes(config),
+        check_roles(settled),
     ]
     if grpo := settled.grpo:
         checks += [
-            check_roles(grpo),
             check_rewards(grpo.config),
             check_environment(grpo.config, sizes),
             check_algorithm(grpo, away),

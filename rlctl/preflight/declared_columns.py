@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.telemetry.metrics import Metric, rows_problem
 from rlctl.utils.user_code import load_object
 
@@ -113,8 +113,10 @@ def named_columns(section: LossSection | AdvantageSection) -> tuple[str, ...]:
     return () if columns_problem(names) else tuple(names)
 
 
-def read_columns(config: GrpoConfig) -> set[str]:
-    """Return the names of the columns that the loss, its terms and the advantage read."""
+def read_columns(config: RunConfig) -> set[str]:
+    """Return the names of the columns that the loss, its terms and the advantage read. An SFT run has no columns."""
+    if isinstance(config, SftConfig):
+        return set()
     loss = config.grpo.loss
     columns = {*named_columns(loss), *named_columns(config.grpo.advantage)}
     if loss.kl_coef > 0:

@@ -7,12 +7,13 @@ weights: in the record of the checkpoint's step, or in its validation.
 from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import did_you_mean
 from rlctl.config.provenance import Origin
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
 from rlctl.preflight.declared_columns import users_metrics
+from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.telemetry.metrics import Metric, MetricTable, installed_rows
 
@@ -28,6 +29,7 @@ def notes(settled: Settled, origins: dict[str, Origin]) -> list[str]:
     grpo = settled.grpo
     overrides = {key: origin for key, origin in origins.items() if origin.override}
     idle_keys = backend_of(config.trainer).idle_keys(config.trainer) | _idle_offload_keys(settled)
+    idle_keys |= _idle_teacher_keys(config)
     if grpo:
         idle_keys |= _idle_grpo_keys(grpo)
         if not grpo.config.async_.enabled:
@@ -58,6 +60,28 @@ def _age_notes(config: GrpoConfig, override: Origin | None) -> list[str]:
         key = f"async.max_trajectory_age_steps={rules.max_trajectory_age_steps}"
         lines.append(f"{key}: async.in_flight_weight_updates is false: {effect}")
     return lines
+
+
+def _idle_teacher_keys(config: RunConfig) -> dict[str, str]:
+    """Return dotted key -> reason, of the keys of teachers and of their term that have no effect in this run."""
+    reasons: dict[str, str] = {}
+    for name, role in written_roles(config).items():
+        if role.place != "engines":
+            keys = (f"{name}.num_engines", f"{name}.tensor_parallel_size")
+            reasons |= dict.fromkeys(keys, f"{name}.place is {role.place}")
+    term = config.distillation
+    if term is None:
+        return reasons
+    section = f"{config.kind}.loss.distillation"
+    if term.over == "sampled":
+        reasons |= dict.fromkeys((f"{section}.divergence", f"{section}.beta"), f"{section}.over is sampled")
+    else:
+        reasons[f"{section}.log_ratio_floor"] = f"{section}.over is {term.over}"
+        if term.divergence != "jensen_shannon":
+            reasons[f"{section}.beta"] = f"{section}.divergence is {term.divergence}"
+    if term.over != "top_k":
+        reasons |= dict.fromkeys((f"{section}.num_top_tokens", f"{section}.rest"), f"{section}.over is {term.over}")
+    return reasons
 
 
 def _idle_grpo_keys(settled: SettledGrpo) -> dict[str, str]:

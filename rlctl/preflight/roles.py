@@ -13,7 +13,7 @@ from pathlib import Path
 from rlctl.config.errors import ModelError
 from rlctl.config.role_schema import Place, RoleSection, TeacherSection
 from rlctl.config.run_weights import local_adapter
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import RunConfig
 from rlctl.models.adapter_folder import read_spec
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
@@ -84,7 +84,7 @@ class PlacedRole:
     is_chosen: bool = False
 
 
-def written_roles(config: GrpoConfig) -> dict[Role, WrittenRole]:
+def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
     """Return the roles that the config has a model for, by name."""
     sections = {name: section for name, section in vars(config).items() if isinstance(section, RoleSection)}
     sections |= {f"teachers.{name}": section for name, section in config.teachers.items()}
@@ -101,7 +101,7 @@ def written_roles(config: GrpoConfig) -> dict[Role, WrittenRole]:
     return roles
 
 
-def models_of(config: GrpoConfig, role: Role) -> tuple[Role, ...]:
+def models_of(config: RunConfig, role: Role) -> tuple[Role, ...]:
     """Return the roles whose models compute a column of `role`: itself, or each of several teachers."""
     if role == TEACHER and config.teachers:
         return tuple(f"teachers.{name}" for name in config.teachers)
@@ -165,7 +165,7 @@ class Room:
         return None if self.capacity is None or self.device == "cpu" else int(USABLE * self.capacity)
 
 
-def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
+def read_roles(config: RunConfig) -> tuple[Role, ...]:
     """Return the roles besides the policy that a loss or an advantage reads; each of several teachers."""
     roles: list[Role] = []
     if reads_divergence(config):
@@ -176,14 +176,14 @@ def read_roles(config: GrpoConfig) -> tuple[Role, ...]:
     return tuple(dict.fromkeys(roles))
 
 
-def reads_divergence(config: GrpoConfig) -> bool:
+def reads_divergence(config: RunConfig) -> bool:
     """Return True if the loss reads a divergence from the teacher over more than the sampled token."""
-    term = config.grpo.loss.distillation
+    term = config.distillation
     return term is not None and term.over != "sampled"
 
 
 def place_roles(
-    config: GrpoConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, trainer: TrainerSettings, room: Room
+    config: RunConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, trainer: TrainerSettings, room: Room
 ) -> dict[Role, PlacedRole]:
     """Return the place of each role that is read, by name. A role without a model is left out; a check reports it."""
     written = written_roles(config)
@@ -244,7 +244,7 @@ def _place_distilled(
     return PlacedRole(TEACHER, "swapped", reason, HeldRole(TEACHER, rank_bytes, is_resident=False))
 
 
-def scoring_roles(config: GrpoConfig) -> tuple[WrittenRole, ...]:
+def scoring_roles(config: RunConfig) -> tuple[WrittenRole, ...]:
     """Return the roles that engines of their own score, in the order of their engines."""
     written = written_roles(config)
     return tuple(written[name] for name in read_roles(config) if name in written and written[name].place == "engines")

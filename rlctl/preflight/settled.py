@@ -15,7 +15,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec, choose_targets
 from rlctl.models.facts import ModelSizes
-from rlctl.preflight.choices import Basis, Chosen, choose
+from rlctl.preflight.choices import Basis, Chosen
 from rlctl.preflight.declared_columns import (
     PROXIMAL_LOG_PROB,
     HeldRole,
@@ -140,13 +140,20 @@ class Settled:
 
     @derived
     def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy that the loss or the advantage reads."""
-        return ()
+        """Roles besides the policy that the loss or the advantage reads; each of several teachers."""
+        return read_roles(self.config)
 
     @derived
     def placed_roles(self) -> dict[Role, PlacedRole]:
-        """Place of each of `frozen_roles`."""
-        return {}
+        """Place of each of `frozen_roles`; empty until the model's sizes are known."""
+        if self.facts is None:
+            return {}
+        states = placed_states(self.trainer, self.facts, self.device, self.shares_devices, phases=("log_probs",))
+        taken = sum(state.device for state in states["log_probs"].values())
+        if self.sampling and self.shares_devices and not self.sampling.generation.sleep:
+            taken += int(self.sampling.generation.gpu_memory_utilization * (self.machine.memory or 0))
+        room = Room(self.device, self.machine.memory, taken, self.max_length)
+        return place_roles(self.config, self.role_facts, policy=self.facts, trainer=self.trainer, room=room)
 
     @property
     def held_roles(self) -> tuple[HeldRole, ...]:
@@ -172,7 +179,7 @@ class Settled:
 
     @derived
     def _chosen_values(self) -> Chosen:
-        return choose(self._basis(self.config.trainer, None))
+        return choose_with_teacher(self._basis(self.config.trainer, None), self.config, self.role_facts)
 
     def _basis(self, trainer: TrainerSection, engines: tuple[GrpoConfig, Dtype] | None) -> Basis:
         return Basis(
@@ -292,23 +299,6 @@ class SettledGrpo(Settled):
         return roles_by_column(columns)
 
     @derived
-    def frozen_roles(self) -> tuple[Role, ...]:
-        """Roles besides the policy that the loss or the advantage reads; each of several teachers."""
-        return read_roles(self.config)
-
-    @derived
-    def placed_roles(self) -> dict[Role, PlacedRole]:
-        """Place of each of `frozen_roles`; empty until the model's sizes are known."""
-        if self.facts is None:
-            return {}
-        states = placed_states(self.trainer, self.facts, self.device, self.shares_devices, phases=("log_probs",))
-        taken = sum(state.device for state in states["log_probs"].values())
-        if self.shares_devices and not self.generation.sleep:
-            taken += int(self.generation.gpu_memory_utilization * (self.machine.memory or 0))
-        room = Room(self.device, self.machine.memory, taken, self.max_length)
-        return place_roles(self.config, self.role_facts, policy=self.facts, trainer=self.trainer, room=room)
-
-    @derived
     def learns_from_rewards(self) -> bool:
         """True if a rollout's advantage may differ from 0. Without it the loss's distillation term alone teaches."""
         return self.config.has_turns or any(reward.weight for reward in self.config.rewards)
@@ -416,6 +406,9 @@ class SettledSft(Settled):
             recipe,
             run=replace(config.run, seed=recipe.run.seed),
             model=replace(config.model, max_length=recipe.model.max_length),
+            # The recipe measures: no other model scores its rollouts.
+            teacher=None,
+            teachers={},
             lora=config.lora,
             trainer=config.trainer,
             placement=replace(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rlctl.config.errors import BrokenValueError
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import RunConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import USABLE, Basis, Chosen, choose
 from rlctl.preflight.declared_columns import Role
@@ -17,14 +17,16 @@ from rlctl.preflight.roles import TEACHER, RoleFacts, reads_divergence
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, TeacherUse, TrainerSettings
 
 
-def choose_with_teacher(basis: Basis, config: GrpoConfig, role_facts: Mapping[Role, RoleFacts]) -> Chosen:
+def choose_with_teacher(basis: Basis, config: RunConfig, role_facts: Mapping[Role, RoleFacts]) -> Chosen:
     """Return `choose`, with the first place of the teacher that fits a training rank, else with the last one."""
+    if isinstance(basis.trainer, TrainerSettings):
+        # The recipe of an SFT run gets settings that are chosen, with the teacher of the run.
+        return choose(replace(basis, teacher=basis.trainer.teacher))
     needs_teacher = False
     # A broken loss is its own problem, and not one of the trainer's values.
     with suppress(BrokenValueError):
         needs_teacher = reads_divergence(config)
-    # Settings that an SFT run's recipe gets are chosen, and no update of that run computes a divergence.
-    if basis.facts is None or isinstance(basis.trainer, TrainerSettings) or not needs_teacher:
+    if basis.facts is None or not needs_teacher:
         return choose(basis)
     teachers = _possible_sizes(config, role_facts, basis.facts, basis.dtype, basis.longest_sequence or 0)
     possible = [choose(replace(basis, teacher=teacher)) for teacher in teachers]
@@ -39,13 +41,13 @@ def _fits(chosen: Chosen, basis: Basis) -> bool:
 
 
 def _possible_sizes(
-    config: GrpoConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, dtype: Dtype, longest: int
+    config: RunConfig, role_facts: Mapping[Role, RoleFacts], policy: ModelSizes, dtype: Dtype, longest: int
 ) -> list[TeacherUse]:
     """Return the teacher of the loss's divergence at each place that it may have, the fastest first.
 
     longest: tokens of the longest sequence.
     """
-    term = config.grpo.loss.distillation
+    term = config.distillation
     assert term is not None
     facts = role_facts.get(TEACHER, RoleFacts())
     sizes = facts.sizes or policy

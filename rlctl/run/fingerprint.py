@@ -204,10 +204,8 @@ def _weights_digest(settled: Settled, folder: Path | None) -> str | None:
 
 def _roles(settled: Settled) -> dict[str, Any]:
     """Return role -> path and digest of its weights, for each role that has a model of its own."""
-    if settled.grpo is None:
-        return {}
     roles = {}
-    for name, role in written_roles(settled.grpo.config).items():
+    for name, role in written_roles(settled.config).items():
         if name in settled.frozen_roles and role.weights is not None:
             folder = local_folder(role.weights)
             digest = None

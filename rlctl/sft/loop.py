@@ -14,10 +14,11 @@ from rlctl.data.tasks import SupervisedSample
 from rlctl.run.health import WEIGHT_VERSION, Decline, Health, failed_validation, gradient_jump
 from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder
-from rlctl.sft.loss import NllLoss
-from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
+from rlctl.sft.loss import make_loss
+from rlctl.sft.metric_rows import HELD_OUT_KL_TO_TEACHER, HELD_OUT_LOSS, NLL
 from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepRecorder
+from rlctl.training.metric_rows import KL_TO_TEACHER
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
@@ -58,6 +59,7 @@ class SftLoop(Loop):
         super().__init__(config.sft.num_steps, parts.recorder, parts.source.cursor, write, stop, _health(config))
         self._config = config
         self._parts = parts
+        self._loss = make_loss(config.sft.loss)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next = self._prepare(parts.source.cursor.position)
 
@@ -70,7 +72,7 @@ class SftLoop(Loop):
         with record.phase("data"):
             batch = self._next.result()
             self._next = self._prepare(cursor.position + size)
-        with record.phase("train"), self._parts.trainer.update(NllLoss()) as update:
+        with record.phase("train"), self._parts.trainer.update(self._loss) as update:
             update.accumulate(batch)
         # The cursor moves only now, because the update may raise: a checkpoint counts only samples that were trained.
         cursor.draw(size)
@@ -104,15 +106,19 @@ class SftLoop(Loop):
         return self._threads.submit(prepare_batch)
 
     def validate(self) -> None:
-        """Measure the held-out loss (mean over all tokens that would be trained on), and the recipe's answers."""
+        """Measure the held-out loss and divergence (means over all tokens that would be trained on), and the recipe's
+        answers.
+        """
         samples = self._parts.validation
         answers = self._parts.answers
         if not samples and not answers:
             return
         with self._parts.recorder.validation(self.done) as metrics:
             if samples:
-                losses = self._parts.trainer.evaluate(_sequences(samples), NllLoss())
-                metrics |= {HELD_OUT_LOSS.name: losses[NLL.name], "validation/samples": float(len(samples))}
+                means = self._parts.trainer.evaluate(_sequences(samples), self._loss)
+                metrics |= {HELD_OUT_LOSS.name: means[NLL.name], "validation/samples": float(len(samples))}
+                if KL_TO_TEACHER.name in means:
+                    metrics[HELD_OUT_KL_TO_TEACHER.name] = means[KL_TO_TEACHER.name]
             if answers:
                 metrics |= answers.measure(self.done)
 
@@ -127,9 +133,11 @@ def _health(config: SftConfig) -> Health:
         "(health.max_loss_rise)",
         worse=1,
     )
+    # A teacher alone may lead away from the given tokens.
+    losses = [rise] if config.sft.loss.nll_coef else []
     jump = gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window)
     # If more than half of the held-out answers have no score, the validation measured nothing.
-    return Health([jump, rise, failed_validation(0.5)], stop=bounds.stop)
+    return Health([jump, *losses, failed_validation(0.5)], stop=bounds.stop)
 
 
 def _sequences(samples: list[SupervisedSample]) -> list[TrainingSample]:

@@ -1,16 +1,23 @@
 """Metrics of an update, as trainer ranks and their group measure them."""
 
-from rlctl.telemetry.metrics import LEARNING, WEIGHT_UPDATES, Metric, PanelRow, ReportChart
+from rlctl.telemetry.metrics import LEARNING, WEIGHT_UPDATES, Condition, Metric, PanelRow, ReportChart
 
 _OFFLOADED = ReportChart(WEIGHT_UPDATES, "Offloaded, GB", 50)
+TEACHER_CHART = ReportChart(LEARNING, "KL to the teacher", 65)
+_WITH_TEACHER = Condition(
+    lambda settled: settled.config.distillation is not None, "with grpo.loss.distillation or sft.loss.distillation"
+)
 # A table: each row fills its lines.
 # fmt: off
 GRAD_NORM = Metric("train/grad_norm", "gradient norm before clipping",
     chart=ReportChart(LEARNING, "Gradient norm", 110), panel=[PanelRow("grad norm", 90)])
 LEARNING_RATE = Metric("train/lr", "learning rate", chart=ReportChart(LEARNING, "Learning rate", 120),
     panel=[PanelRow("learn rate", 260)])
+# The loss's distillation term, in a run of either kind.
+KL_TO_TEACHER = Metric("loss/teacher", "KL to the teacher, nats a token", chart=TEACHER_CHART,
+    panel=[PanelRow("teacher KL", 85)], when=_WITH_TEACHER)
 METRICS = (
-    GRAD_NORM, LEARNING_RATE,
+    GRAD_NORM, LEARNING_RATE, KL_TO_TEACHER,
     Metric("train/padding", "share of the computed tokens that fill rows up, for a model that is not packed", "share"),
     Metric("train/parts", "parts that the step was trained in, as its groups came"),
     Metric("offload/to_host_gb",

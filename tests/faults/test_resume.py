@@ -46,14 +46,14 @@ def check_same_runs(run: Run, unhurt: Run, last: int) -> None:
     assert (run.path / folder / unhurt_file.name).read_bytes() == unhurt_file.read_bytes()
 
 
-def check_a_kill_changes_nothing(folder: Path, settings: Sequence[str], last: int) -> None:
+def check_a_kill_changes_nothing(folder: Path, settings: Sequence[str], last: int, kind: str = "grpo") -> None:
     """Run to step `last`; kill a second run after step 2 and resume it: both must be the same to the last bit."""
-    unhurt = Run(folder, "whole", *settings)
+    unhurt = Run(folder, "whole", *settings, kind=kind)
     assert unhurt.end() == 0, unhurt.text()
-    killed = Run(folder, "killed", *settings)
+    killed = Run(folder, "killed", *settings, kind=kind)
     killed.wait_for_step(2)
     killed.kill()
-    resumed = Run(folder, "killed", resume=True)
+    resumed = Run(folder, "killed", resume=True, kind=kind)
     assert resumed.end() == 0, resumed.text()
     check_same_runs(resumed, unhurt, last)
 

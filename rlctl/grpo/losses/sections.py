@@ -118,9 +118,6 @@ def _masks(loss: LossSection) -> list[list[float]]:
 
 _RECOMPUTED = "with grpo.loss.proximal=recompute"
 _WITH_KL = grpo_where(lambda settled: settled.config.grpo.loss.kl_coef > 0, "with grpo.loss.kl_coef above 0")
-_WITH_TEACHER = grpo_where(
-    lambda settled: settled.config.grpo.loss.distillation is not None, "with grpo.loss.distillation"
-)
 _WITH_WEIGHTS = grpo_where(lambda settled: settled.proximal == "recompute", _RECOMPUTED)
 _WITH_CAP = grpo_where(
     lambda settled: settled.proximal == "recompute" and settled.config.grpo.loss.importance_cap is not None,
@@ -139,8 +136,6 @@ POLICY_LOSS = Metric("loss/policy", "policy loss", chart=ReportChart(LEARNING, "
     panel=[PanelRow("loss", 70)])
 KL_TO_REFERENCE = Metric("loss/kl", "KL to the reference, nats a token",
     chart=ReportChart(LEARNING, "KL to the reference", 60), panel=[PanelRow("KL", 80)], when=_WITH_KL)
-KL_TO_TEACHER = Metric("loss/teacher", "KL to the teacher, nats a token",
-    chart=ReportChart(LEARNING, "KL to the teacher", 65), panel=[PanelRow("teacher KL", 85)], when=_WITH_TEACHER)
 STEP_MISMATCH = Metric("mismatch/token_mult_prob_error",
     "mean over tokens of exp|trainer - generator log-prob|; 1 is exact; "
     "under top_p or top_k it holds the probability that they cut", "factor",
@@ -158,7 +153,7 @@ MISMATCH_BY_AGE = Metric("mismatch/age_K", "as mismatch/token_mult_prob_error, o
 AGE_SHARE = Metric("age/share_K", "share of the trained tokens that are K steps old", "share", chart=None,
     parts=ages_of_run)
 METRICS = rows_where(
-    IN_GRPO, POLICY_LOSS, KL_TO_REFERENCE, KL_TO_TEACHER,
+    IN_GRPO, POLICY_LOSS, KL_TO_REFERENCE,
     Metric("loss/entropy", "entropy, nats a token", chart=ReportChart(LEARNING, "Entropy", 70),
         panel=[PanelRow("entropy", 190)]),
     Metric("ratio/mean", "mean of policy / old policy", chart=_RATIO),

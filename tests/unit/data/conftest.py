@@ -5,11 +5,13 @@ from typing import Any, Literal
 import pytest
 
 from rlctl.config.data_schema import TrainDataSection
-from rlctl.config.schema import SftSection
+from rlctl.config.schema import SftLossSection, SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.supervised import Tokens, chat_samples
 
-ALL = SftSection(num_steps=1, batch_size=1, mask="all", history="strip")
+ALL = SftSection(
+    num_steps=1, batch_size=1, mask="all", history="strip", loss=SftLossSection(nll_coef=1.0, distillation=None)
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlctl.config.data_schema import DatasetSection
-from rlctl.config.schema import SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
@@ -298,7 +297,7 @@ def test_tools_that_the_template_does_not_show_are_told() -> None:
 )
 def test_the_report_says_how_rewritten_turns_are_trained(history: Any, report_end: str) -> None:
     rows = [Row(0, "a.jsonl:1", {"messages": TALK}), Row(1, "a.jsonl:2", {"messages": TALK[:2]})]
-    sft = SftSection(num_steps=1, batch_size=1, mask="all", history=history)
+    sft = replace(ALL, history=history)
     samples, report = tokenize_samples(rows, SECTION, chat_of(QWEN3), sft, None, 1000)
     assert str(report).startswith("2 rows; ")
     assert str(report).endswith(f"1 with earlier turns that the chat template rewrites: {report_end}")

@@ -26,8 +26,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def settle(*overrides: str, device: Any = "cuda", memory: int | None = 80 * GIB) -> Settled:
-    run = load("grpo", "grpo.recipe.yaml", list(overrides)).settled
+def settle(*overrides: str, device: Any = "cuda", memory: int | None = 80 * GIB, kind: str = "grpo") -> Settled:
+    run = load(kind, f"{kind}.recipe.yaml", list(overrides)).settled
     return run.settle_on(RunMachine(device, memory), run.facts)
 
 
@@ -38,9 +38,9 @@ def forecast_of(settled: Settled) -> dict[str, int]:
     return plan.memory.trainer
 
 
-def problems(*overrides: str) -> list[str]:
+def problems(*overrides: str, kind: str = "grpo") -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load("grpo", "grpo.recipe.yaml", list(overrides))
+        load(kind, f"{kind}.recipe.yaml", list(overrides))
     return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
 
 
@@ -109,3 +109,75 @@ def test_nothing_is_computed_before_the_update(home: Path) -> None:
 )
 def test_a_run_that_cannot_compute_the_divergence_is_refused(home: Path, overrides: list[str], problem: str) -> None:
     assert problem in problems(*overrides)
+
+
+GIVEN = "sft.loss.distillation={}"
+
+
+def test_given_text_is_distilled_by_a_teacher_in_the_ranks_that_the_forecast_counts(home: Path) -> None:
+    sizes = read_sizes(home / "twin/config.json")
+    run = settle("teacher.path=twin", GIVEN, kind="sft")
+    assert run.config.distillation and run.config.distillation.over == "vocabulary"
+    assert run.config.distillation.divergence == "forward_kl"
+    assert run.placed_roles["teacher"].place == "resident" and run.frozen_roles == ("teacher",)
+    assert forecast_of(run)["teacher's weights"] == 2 * sizes.parameters
+    assert "teacher.place" in {choice.key for choice in run.choices}
+    swapped_run = settle("teacher={path: twin, place: swapped}", GIVEN, kind="sft")
+    swapped = forecast_of(swapped_run)
+    longest = swapped_run.max_length
+    assert swapped["teacher's states"] == 2 * sizes.hidden * swapped_run.config.step_shape.per_update * longest
+    assert settle("teacher.path=wide", GIVEN, kind="sft", memory=1 << 20).placed_roles["teacher"].place == "resident"
+    assert settle(kind="sft").placed_roles == {}
+
+
+def test_the_engines_of_a_validation_fit_beside_the_teacher_of_given_text(home: Path) -> None:
+    recipe = ("validation={recipe: grpo.recipe.yaml, every: 1}", "validation.recipe.data.validation.path=train.jsonl")
+    run = settle("teacher.path=twin", GIVEN, *recipe, kind="sft")
+    assert run.sampling and run.sampling.trainer.teacher == run.trainer.teacher and run.trainer.teacher
+    taught = ("validation.recipe.teacher.path=wide", "validation.recipe.grpo.loss.distillation={}")
+    measured = settle(*recipe, *taught, kind="sft")
+    assert measured.sampling and measured.sampling.placed_roles == measured.placed_roles == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ((GIVEN,), "sft.loss.distillation: needs a teacher: set teacher.path, or null"),
+        (("teacher.path=twin",), "teacher: nothing reads it: set sft.loss.distillation={}, or null"),
+        (
+            ("teacher.path=twin", "sft.loss.distillation.over=sampled"),
+            "sft.loss.distillation.over: must be vocabulary or top_k, not sampled: the policy did not sample the "
+            "tokens of given text",
+        ),
+        (
+            ("teacher={path: twin, place: engines}", GIVEN),
+            "teacher.place: must be auto, swapped or resident: a divergence needs the teacher's hidden states in the "
+            "ranks",
+        ),
+        (
+            ("teacher.path=twin", GIVEN, "trainer.backend=megatron"),
+            "sft.loss.distillation: must be null with trainer.backend=megatron, which computes no divergence from a "
+            "teacher",
+        ),
+        (
+            ("teacher={path: wide, place: swapped}", GIVEN),
+            "teacher.place: swapped needs the policy's architecture, and HOME/wide has hidden_size 64 -> 128; set "
+            "auto or resident",
+        ),
+        (
+            ("sft.loss.nll_coef=0",),
+            "sft.loss.nll_coef: must be above 0 without sft.loss.distillation: nothing would be learnt",
+        ),
+    ],
+)
+def test_given_text_that_cannot_be_distilled_is_refused(home: Path, overrides: tuple[str, ...], problem: str) -> None:
+    assert problem.replace("HOME", str(home)) in problems(*overrides, kind="sft")
+
+
+def test_keys_of_a_teacher_without_effect_are_noted(home: Path) -> None:
+    keys = ("teacher.num_engines=2", "sft.loss.distillation.rest=renormalized", "sft.loss.distillation.beta=0.1")
+    run = load("sft", "sft.recipe.yaml", ["teacher.path=twin", *keys])
+    reasons = [line.partition(": no effect while ")[2] for line in run.notes]
+    assert "teacher.place is auto" in reasons
+    assert "sft.loss.distillation.over is vocabulary" in reasons
+    assert "sft.loss.distillation.divergence is forward_kl" in reasons

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlctl.config.role_schema import DistillationSection
 from rlctl.sft.loss import NllLoss
 from rlctl.training.interface import TokenBatch, Totals
 
@@ -33,6 +34,32 @@ def test_is_the_mean_negative_log_likelihood_of_masked_tokens() -> None:
     total, weight = output.means["loss/nll"]
     assert (total.item(), weight.item()) == (output.loss.item(), 2)
     assert not total.requires_grad
+
+
+@pytest.mark.parametrize("nll_coef", [0.0, 0.5])
+def test_the_divergence_from_a_teacher_is_added_by_its_weight(nll_coef: float) -> None:
+    log_probs, mask = draw_tokens(1, 5)
+    divergence = torch.arange(5, dtype=torch.float64).where(mask, 0).requires_grad_()
+    term = DistillationSection(
+        coef=3.0,
+        over="vocabulary",
+        divergence="forward_kl",
+        beta=0.5,
+        num_top_tokens=20,
+        rest="bin",
+        log_ratio_floor=-10.0,
+    )
+    loss = NllLoss(nll_coef, term)
+    assert loss.needs.divergence == term and NllLoss().needs.divergence is None
+    batch = make_batch(log_probs, mask)
+    batch.divergence = divergence
+    output = loss(batch)
+    nll, count = output.means["loss/nll"]
+    torch.testing.assert_close(output.loss, nll_coef * nll + 3 * divergence.sum())
+    assert output.means["loss/teacher"] == (divergence.sum(), count)
+    gradients = torch.autograd.grad(output.loss, (log_probs, divergence))
+    torch.testing.assert_close(gradients[0], -nll_coef * mask.to(torch.float64))
+    torch.testing.assert_close(gradients[1], torch.full((5,), 3.0, dtype=torch.float64))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 30), st.data())
