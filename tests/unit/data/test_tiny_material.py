@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import re
+import sys
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -15,10 +16,13 @@ import pytest
 RECIPES = Path(__file__).parents[3] / "recipes"
 DATA = RECIPES / "tiny-data"
 # The model of each script, and its parameters.
-MODELS = {"make": ("qwen3-tiny", 447_552), "make_games": ("qwen3-games", 397_408)}
+MODELS = {"make": ("qwen3-tiny", 447_552), "make_games": ("qwen3-games", 397_408), "make_code": ("qwen3-code", 391_264)}
 
 
 def script(name: str) -> ModuleType:
+    # A script may import another one, as it does where it is run.
+    if str(RECIPES / "tiny") not in sys.path:
+        sys.path.append(str(RECIPES / "tiny"))
     spec = importlib.util.spec_from_file_location(name, RECIPES / "tiny" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -48,7 +52,7 @@ def contents_of(role: str) -> list[list[str]]:
 def test_the_committed_data_is_what_the_script_writes(make, tmp_path):
     make.write_data(tmp_path)
     written = sorted(path.name for path in tmp_path.iterdir())
-    assert len(written) == {"make": 3, "make_games": 5}[make.__name__]
+    assert len(written) == {"make": 3, "make_games": 5, "make_code": 3}[make.__name__]
     for name in written:
         assert content(tmp_path / name) == content(DATA / name)
 
@@ -114,6 +118,30 @@ def test_the_teacher_of_games_is_mostly_stubborn_and_gives_few_problems_to_the_t
     problems = [calls for calls in answers if calls[-1] == "Done."]
     assert 0.6 < sum(len(set(numbers)) == 1 for numbers in games) / len(games) < 0.7
     assert 0.3 < sum("calculate" in calls[0] for calls in problems) / len(problems) < 0.4
+
+
+def test_programs_pass_their_tests_and_forgetful_ones_pass_few() -> None:
+    make_code = script("make_code")
+    held_out = {row["messages"][0]["content"] for row in read("code-validation.jsonl")}
+    taught = [row["messages"] for row in read("code-sft.jsonl.gz") if row["messages"][0]["role"] == "user"]
+    trained = {row["messages"][0]["content"] for row in read("code-train.jsonl")}
+    assert (len(held_out), len(trained)) == (200, 1500)
+    assert not held_out & (trained | {messages[0]["content"] for messages in taught})
+    programs: dict[str, set[str]] = {}
+    for question, program in taught:
+        programs.setdefault(question["content"], set()).add(program["content"])
+    forgetful_passes = 0
+    rows = [row for row in read("code-train.jsonl") if len(programs.get(row["messages"][0]["content"], ())) == 2]
+    for row in rows[:300]:
+        forgetful = programs[row["messages"][0]["content"]] - {row["answer"]}
+        results = {}
+        for program in (row["answer"], *forgetful):
+            names: dict[str, Any] = {}
+            exec(program, names)
+            results[program] = [eval(test.removeprefix("assert "), names) for test in row["test_list"]]
+        assert len(row["test_list"]) == make_code.TESTS and all(results[row["answer"]])
+        forgetful_passes += sum(all(results[program]) for program in forgetful)
+    assert forgetful_passes < 0.12 * 300
 
 
 def test_the_strides_of_the_teacher_find_any_of_15_numbers() -> None:
