@@ -42,6 +42,7 @@ $(READY): pyproject.toml rlctl/preflight/stub_wheels.py
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
 	  { echo "set-up failed. If torch 2.13.0+cpu was not found: add PyTorch's CPU index to pip's configuration"; \
 	    echo "(its address is in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
+	@command -v bwrap >/dev/null || .ci/bubblewrap || true
 	@touch $(READY)
 
 # Wheel and sdist of this version, tried in a fresh environment: CONTRIBUTING.md says when.

@@ -30,6 +30,7 @@ ORDER = (
     ("preflight",),
     ("models",),
     ("data",),
+    ("sandbox",),
     ("workers",),
     ("telemetry",),
     ("config",),

@@ -22,7 +22,7 @@ CEILINGS = {
         for folder in (
             *("bench", "cli", "cluster", "config", "dashboard", "data", "environments", "evaluation", "generation"),
             *("grpo", "launch", "models", "preflight"),
-            *("refit", "rewards", "rollout", "run", "sft", "telemetry", "training", "utils", "workers"),
+            *("refit", "rewards", "rollout", "run", "sandbox", "sft", "telemetry", "training", "utils", "workers"),
         )
     },
 }

@@ -1,0 +1,284 @@
+"""One run of a confined command: its pipes, the limits that the kernel does not hold, and its end."""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlctl.sandbox.base import Ending, Limits, Program, Result, SandboxError
+from rlctl.sandbox.process_tree import TreeUsage, read_tree
+from rlctl.sandbox.work_folder import WorkFolder
+
+# Seconds between two measurements of memory, CPU time and processes.
+TICK_S = 0.05
+# Measurements between two of the files' size, which is slower.
+_TICKS_PER_FILES = 4
+_ENDING_S = 15.0
+_CHUNK = 1 << 16
+# Word of a command that stands for the descriptor of the program's standard input. The command's own is then a pipe,
+# whose end asks it to stop.
+STDIN = "{stdin}"
+
+
+@dataclass(frozen=True)
+class ConfinedCommand:
+    """Command that runs a program below a keeper, in the way of one implementation."""
+
+    argv: Sequence[str]
+    variables: dict[str, str]
+    # Return the process id of the keeper, given the started process's; None until it runs.
+    find_keeper: Callable[[int], int | None]
+    # End the program and all of its descendants.
+    stop: Callable[["subprocess.Popen[bytes]"], None]
+    # Return True if the program's files are beyond their limit.
+    exceeds_files: Callable[[], bool]
+    # Descriptors that the command inherits, besides its three standard ones.
+    descriptors: Sequence[int] = ()
+
+
+@dataclass
+class LimitedRun:
+    """Outcome of a confined command."""
+
+    # Limit at which it was ended; None: it ended by itself.
+    limit: Ending | None = None
+    # Exit status of the command; negative: the signal that ended it.
+    status: int = 0
+    stdout: bytes = b""
+    stderr: bytes = b""
+    is_cut: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+
+
+def run_limited(command: ConfinedCommand, stdin: bytes, limits: Limits) -> LimitedRun:
+    """Run a command until it ends or is ended at a limit. Raises SandboxError if it cannot be started or ended."""
+    return _Supervision(command, stdin, limits).run()
+
+
+class _Supervision:
+    """A started command with its pipes."""
+
+    def __init__(self, command: ConfinedCommand, stdin: bytes, limits: Limits) -> None:
+        self._command = command
+        self._limits = limits
+        self._unsent = memoryview(stdin)
+        self._outputs: dict[int, bytearray] = {}
+        self._run = LimitedRun()
+        self._keeper: int | None = None
+        self._ticks = 0
+        self._start = time.monotonic()
+        self._process, self._stdin, self._stdout, self._stderr = _start_command(command)
+        self._poll = select.poll()
+        for descriptor in (self._stdout, self._stderr):
+            self._outputs[descriptor] = bytearray()
+            os.set_blocking(descriptor, False)
+            self._poll.register(descriptor, select.POLLIN)
+        os.set_blocking(self._stdin, False)
+        self._poll.register(self._stdin, select.POLLOUT)
+        self._end = os.pidfd_open(self._process.pid)
+        self._poll.register(self._end, select.POLLIN)
+
+    def run(self) -> LimitedRun:
+        """Serve the pipes and measure, until the command has ended."""
+        try:
+            self._send()
+            next_tick = self._start + TICK_S
+            deadline: float | None = None
+            while True:
+                now = time.monotonic()
+                ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, next_tick - now) * 1000)]
+                if self._end in ready:
+                    break
+                self._serve_pipes(ready)
+                now = time.monotonic()
+                if now >= next_tick:
+                    self._measure(now)
+                    next_tick = now + TICK_S
+                if self._run.limit is not None:
+                    deadline = deadline or now + _ENDING_S
+                    if now > deadline:
+                        raise SandboxError(f"its processes live {_ENDING_S:g} s after their end was ordered")
+            self._finish()
+            return self._run
+        finally:
+            self._close()
+
+    def _serve_pipes(self, ready: Sequence[int]) -> None:
+        """Send and receive on the pipes that are ready."""
+        for descriptor in ready:
+            if descriptor == self._stdin:
+                self._send()
+            elif descriptor in self._outputs:
+                self._receive(descriptor)
+
+    def _send(self) -> None:
+        """Send as much of the standard input as the pipe takes; close it at the end."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._stdin, self._unsent[:_CHUNK]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            # The program has closed its standard input.
+            self._unsent = memoryview(b"")
+        self._poll.unregister(self._stdin)
+        os.close(self._stdin)
+        self._stdin = -1
+
+    def _receive(self, descriptor: int) -> None:
+        """Read the output that is there. End the program if it is too much."""
+        free_bytes = self._limits.output_bytes - sum(map(len, self._outputs.values()))
+        while True:
+            try:
+                part = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                return
+            if not part:
+                self._poll.unregister(descriptor)
+                return
+            self._outputs[descriptor] += part[:free_bytes]
+            if len(part) > free_bytes:
+                self._run.is_cut = True
+                self._end_at(Ending.OUTPUT)
+                return
+            free_bytes -= len(part)
+
+    def _measure(self, now: float) -> None:
+        """Compare the program's use with its limits. End the program beyond one."""
+        self._ticks += 1
+        if self._keeper is None:
+            self._keeper = self._command.find_keeper(self._process.pid)
+        if self._keeper is not None:
+            usage = read_tree(self._keeper)
+            self._run.cpu_s = max(self._run.cpu_s, usage.cpu_s)
+            if usage.tasks > self._limits.processes:
+                self._end_at(Ending.PROCESSES)
+            elif self._exceeds_memory(usage):
+                self._end_at(Ending.MEMORY)
+            elif usage.cpu_s > self._limits.cpu_s:
+                self._end_at(Ending.CPU_TIME)
+        if now - self._start > self._limits.wall_s:
+            self._end_at(Ending.WALL_TIME)
+        elif self._ticks % _TICKS_PER_FILES == 0 and self._command.exceeds_files():
+            self._end_at(Ending.FILES)
+
+    def _exceeds_memory(self, usage: TreeUsage) -> bool:
+        """Return True if the program uses too much memory. Shared pages are told apart only near the limit."""
+        most_bytes = self._limits.memory_mib << 20
+        used_bytes = usage.resident_bytes
+        if used_bytes > most_bytes and len(usage.pids) > 1:
+            used_bytes = usage.exact_bytes()
+        self._run.memory_bytes = max(self._run.memory_bytes, used_bytes)
+        return used_bytes > most_bytes
+
+    def _end_at(self, limit: Ending) -> None:
+        """End the program. The first limit is the reason."""
+        if self._run.limit is None:
+            self._run.limit = limit
+        self._command.stop(self._process)
+
+    def _finish(self) -> None:
+        """Collect status, CPU time and the rest of the output after the end of the command."""
+        _, status, usage = os.wait4(self._process.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        self._run.status = self._process.returncode
+        self._run.wall_s = time.monotonic() - self._start
+        self._run.cpu_s = max(self._run.cpu_s, usage.ru_utime + usage.ru_stime)
+        for descriptor in self._outputs:
+            if not self._run.is_cut:
+                self._receive_rest(descriptor)
+        self._run.stdout = bytes(self._outputs[self._stdout])
+        self._run.stderr = bytes(self._outputs[self._stderr])
+
+    def _receive_rest(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError, OSError):
+            self._receive(descriptor)
+
+    def _close(self) -> None:
+        """Close all descriptors. End the command if an error left it running."""
+        if self._process.returncode is None:
+            self._command.stop(self._process)
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        for descriptor in (self._stdin, self._stdout, self._stderr, self._end):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _start_command(command: ConfinedCommand) -> tuple["subprocess.Popen[bytes]", int, int, int]:
+    """Start a command; return it, and this process's ends of standard input, output and error."""
+    program_stdin, stdin = os.pipe()
+    stdout, program_stdout = os.pipe()
+    stderr, program_stderr = os.pipe()
+    has_request_pipe = STDIN in command.argv
+    try:
+        process = subprocess.Popen(
+            [str(program_stdin) if word == STDIN else word for word in command.argv],
+            stdin=subprocess.PIPE if has_request_pipe else program_stdin,
+            stdout=program_stdout,
+            stderr=program_stderr,
+            pass_fds=[*command.descriptors, program_stdin] if has_request_pipe else command.descriptors,
+            env=command.variables,
+            start_new_session=True,
+        )
+    except OSError as error:
+        for descriptor in (stdin, stdout, stderr):
+            os.close(descriptor)
+        raise SandboxError(f"{command.argv[0]} cannot be started: {error.strerror}") from error
+    finally:
+        for descriptor in (program_stdin, program_stdout, program_stderr):
+            os.close(descriptor)
+    return process, stdin, stdout, stderr
+
+
+def make_result(run: LimitedRun, exit_code: int | None, program: Program, folder: WorkFolder, limits: Limits) -> Result:
+    """Return the outcome of a program after the end of all its processes, with the files asked for.
+
+    exit_code: exit code of the program, 128 plus a signal's number; None if the sandbox never learned it.
+    """
+    ending = run.limit
+    if ending is None:
+        if exit_code is None:
+            text = run.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"the program was not run: {text[-300:] or f'exit status {run.status}'}")
+        ending = _read_ending(exit_code)
+        if run.cpu_s > limits.cpu_s:
+            ending = Ending.CPU_TIME
+        elif folder.exceeds(limits.files_mib << 20):
+            ending = Ending.FILES
+    files, missing = folder.read(program.outputs, limits.files_mib << 20)
+    return Result(
+        ending=ending,
+        exit_code=exit_code if ending in (Ending.EXITED, Ending.SIGNAL) else None,
+        stdout=run.stdout,
+        stderr=run.stderr,
+        is_cut=run.is_cut,
+        files=files,
+        missing=missing,
+        wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        memory_bytes=run.memory_bytes,
+    )
+
+
+def _read_ending(exit_code: int) -> Ending:
+    """Return the reason that an exit code stands for."""
+    if exit_code == 128 + 24:  # SIGXCPU
+        return Ending.CPU_TIME
+    if exit_code == 128 + 25:  # SIGXFSZ
+        return Ending.FILES
+    return Ending.SIGNAL if 128 < exit_code <= 128 + 64 else Ending.EXITED
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL to a process, if it is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,156 @@
+"""Sandbox of one process below supervisors: limits of the kernel, Landlock, and a filter of system calls.
+
+It is weaker than namespaces. Programs share the kernel's other names with the machine: users, clocks, mounts.
+"""
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlctl.sandbox import confine
+from rlctl.sandbox.base import Guarantee, Limits, Program, Result, SandboxError, Strength, command_of
+from rlctl.sandbox.limited_run import STDIN, ConfinedCommand, make_result, run_limited
+from rlctl.sandbox.process_tree import children_of
+from rlctl.sandbox.python_home import (
+    NETWORK_FILES,
+    SYSTEM_FILES,
+    SYSTEM_FOLDERS,
+    program_variables,
+    python_folders,
+    python_home,
+)
+from rlctl.sandbox.seccomp import make_filter
+from rlctl.sandbox.users import count_tasks, free_user
+from rlctl.sandbox.work_folder import WorkFolder
+from rlctl.workers import supervisor
+
+# Devices that programs read and write.
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SUPERVISOR = (sys.executable, "-I", supervisor.__file__)
+_CONFINER = (sys.executable, "-I", "-S", confine.__file__)
+# Versions of Landlock that are needed: 1 limits files, 6 limits signals.
+_FILES_VERSION = 1
+_SIGNALS_VERSION = 6
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """Arguments of `confine.py`."""
+
+    work: str
+    readable: tuple[str, ...]
+    writable: tuple[str, ...]
+    # Name in the module `resource` -> limit.
+    limits: dict[str, int]
+    variables: dict[str, str]
+    # User id to become; None: none.
+    user: int | None
+    # Filter of system calls in base64; "": none.
+    filter: str
+
+
+class ProcessSandbox:
+    """Runs each program in its own process. readable: further folders that programs may read."""
+
+    name = "process"
+
+    def __init__(self, readable: Sequence[Path] = ()) -> None:
+        self._landlock = confine.landlock_version()
+        self._has_root = os.geteuid() == 0
+        self._readable = [*python_folders(), python_home(), *readable]
+
+    @property
+    def isolation(self) -> Mapping[Guarantee, Strength]:
+        """Strength of each guarantee, by the kernel's version of Landlock."""
+        has_filter = make_filter(has_sockets=False, has_own_files=False) is not None
+        return {
+            "network": "enforced" if has_filter else "absent",
+            "files": "enforced" if has_filter and self._landlock >= _FILES_VERSION else "absent",
+            "processes": "enforced" if has_filter and self._landlock >= _SIGNALS_VERSION else "absent",
+            "memory": "watched",
+            "forks": "enforced" if self._has_root else "watched",
+        }
+
+    def run(self, program: Program, limits: Limits) -> Result:
+        """Run a program below two supervisors."""
+        argv, files = command_of(program, str(python_home() / "bin" / "python"))
+        user = free_user() if self._has_root else None
+        folder = WorkFolder(program.folder, user)
+        try:
+            folder.write(files)
+            # The supervisor reports errors of its start to a socket. It starts a Python, so there are none.
+            unread, supervisor_end = socket.socketpair()
+            with unread, supervisor_end, tempfile.TemporaryFile() as status_file:
+                confinement = self._confine(program, limits, folder, user)
+                words = [STDIN, str(status_file.fileno()), *argv]
+                words = [
+                    *_SUPERVISOR,
+                    str(supervisor_end.fileno()),
+                    *_CONFINER,
+                    json.dumps(asdict(confinement)),
+                    *words,
+                ]
+                run = run_limited(
+                    ConfinedCommand(
+                        argv=words,
+                        variables={"PATH": os.environ.get("PATH", os.defpath)},
+                        find_keeper=_find_inner_supervisor,
+                        stop=_stop_supervisor,
+                        exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
+                        descriptors=[supervisor_end.fileno(), status_file.fileno()],
+                    ),
+                    program.stdin,
+                    limits,
+                )
+                status_file.seek(0)
+                error = status_file.read().decode(errors="replace")
+            if error:
+                raise SandboxError(f"the program was not run: {error}")
+            # A negative status: a signal ended the supervisor itself.
+            exit_code = run.status if run.status >= 0 else None
+            return make_result(run, exit_code, program, folder, limits)
+        except OSError as error:
+            raise SandboxError(f"working folder: {error.strerror}") from error
+        finally:
+            folder.remove()
+
+    def close(self) -> None:
+        """Do nothing: no sandbox outlives its program."""
+
+    def _confine(self, program: Program, limits: Limits, folder: WorkFolder, user: int | None) -> Confinement:
+        """Return the arguments of `confine.py` for a program."""
+        calls = make_filter(has_sockets=program.network, has_own_files=False) or b""
+        work = str(folder.work)
+        temporary = str(folder.temporary)
+        files = SYSTEM_FILES + NETWORK_FILES if program.network else SYSTEM_FILES
+        folders = tuple(map(str, self._readable))
+        # As this user, the program counts together with all processes of this user.
+        other_tasks = 0 if user is not None else count_tasks(os.getuid())
+        return Confinement(
+            work=work,
+            readable=SYSTEM_FOLDERS + files + folders,
+            writable=(work, temporary, *_DEVICES),
+            limits={**limits.of_process(), "RLIMIT_NPROC": other_tasks + limits.processes},
+            variables=program_variables(work, temporary, dict(program.variables)),
+            user=user,
+            filter=base64.b64encode(calls).decode(),
+        )
+
+
+def _find_inner_supervisor(pid: int) -> int | None:
+    """Return the inner supervisor, given the outer one. It runs the program, and adopts orphans."""
+    children = children_of(pid)
+    return children[0] if children else None
+
+
+def _stop_supervisor(process: "subprocess.Popen[bytes]") -> None:
+    """Ask the outer supervisor to end everything below it."""
+    assert process.stdin is not None
+    process.stdin.close()
