@@ -51,7 +51,7 @@ OPTIONAL_SECTIONS = {
     "sft.loss.distillation": "distillation",
 }
 # Key of a mapping with any keys -> file of defaults of each value.
-_ENTRIES = {"teachers": "teacher"}
+_ENTRIES = {"teachers": "teacher", "roles": "role"}
 # Sections without a file of defaults that may also be written as a bare name.
 _NAME_SECTIONS = ("agent",)
 

@@ -93,7 +93,7 @@ _PURPOSES: dict[str, dict[str, list[str]]] = {
         "grpo.loss": ["distillation", "kl_coef"],
         "sft.loss": ["nll_coef"],
         "sft.loss.distillation": ["over", "divergence"],
-        _TOP_LEVEL: ["teachers", "teacher_key"],
+        _TOP_LEVEL: ["teachers", "teacher_key", "roles"],
     },
     "Play several turns or an agent": {
         "environment": ["name", "max_turns", "history", "tool_format"],

@@ -14,7 +14,7 @@ from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import needs_answers
-from rlctl.config.role_schema import DistillationSection, ReferenceSection, TeacherSection
+from rlctl.config.role_schema import DistillationSection, ReferenceSection, RoleSection, TeacherSection
 from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.config.trainer_schema import LoraSection, TrainerSection
 
@@ -201,6 +201,10 @@ class GrpoConfig:
         "teacher. {} has none."
     )
     teacher_key: str | None = spec("Only with teachers: the column of the data set's rows that names a row's teacher.")
+    roles: dict[str, RoleSection] = spec(
+        "Further frozen models: NAME -> path and place, as of reference. A loss or an advantage of your own reads the "
+        "log-probs of NAME as the column NAME_log_prob. {} has none."
+    )
     async_: AsyncSection = spec("Generation and training at the same time.")
     lora: LoraSection | None = spec(
         "Train low-rank adapters, and leave the model's own weights as they are. null trains every weight. {} is the "

@@ -68,7 +68,7 @@ def check_algorithm(settled: SettledGrpo, away: bool) -> Violations:
             missing = missing_columns(config)
             if key == _ADVANTAGE:
                 missing[ADVANTAGE.name] = "an advantage cannot read itself"
-            if problem := columns_problem(getattr(plugin, "columns", ()), missing):
+            if problem := columns_problem(getattr(plugin, "columns", ()), missing, config.roles):
                 yield Violation(f"{key}.name", problem)
             if problem := rows_problem(getattr(plugin, "metrics", ())):
                 yield Violation(f"{key}.name", problem)

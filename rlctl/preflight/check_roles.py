@@ -13,7 +13,13 @@ from rlctl.models.model_sizes import check_config, config_file, sizes_of
 from rlctl.models.vocabulary import count_tokens, vocabulary_problem
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations, backend_of
-from rlctl.preflight.declared_columns import TEACHER_LOG_PROB, read_columns
+from rlctl.preflight.declared_columns import (
+    COLUMNS,
+    FURTHER_ROLES,
+    TEACHER_LOG_PROB,
+    name_further_column,
+    read_columns,
+)
 from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
@@ -49,6 +55,7 @@ def check_roles(settled: Settled) -> Violations:
     """Find roles without a model, models that cannot be used, and places that a model cannot have."""
     if settled.grpo:
         yield from _check_several_teachers(settled.grpo.config)
+        yield from _check_further_roles(settled.grpo.config)
     yield from _check_teachers(settled)
     with suppress(BrokenValueError):
         for role in written_roles(settled.config).values():
@@ -69,6 +76,20 @@ def _check_several_teachers(config: GrpoConfig) -> Violations:
     for name in config.teachers:
         if not name or "." in name:
             yield Violation(f"teachers.{name}", "a teacher's name must be without dots, and not empty")
+
+
+def _check_further_roles(config: GrpoConfig) -> Violations:
+    """Find entries of `roles` with a name that means another column, without a model, or without a reader."""
+    for name, section in config.roles.items():
+        key = f"{FURTHER_ROLES}.{name}"
+        column = name_further_column(name)
+        if not name.isidentifier() or column in COLUMNS:
+            reason = f"{column} is another column" if column in COLUMNS else "its column needs letters, digits and _"
+            yield Violation(key, f"must have another name: {reason}")
+        elif section.path is None:
+            yield Violation(f"{key}.path", "not set; needed: the model")
+        elif column not in read_columns(config):
+            yield Violation(key, f"nothing reads it: name {column!r} in the columns of a loss or an advantage of yours")
 
 
 def _check_teachers(settled: Settled) -> Violations:

@@ -5,7 +5,7 @@ role is computed by a forward pass of the trainer with that role's weights, befo
 update. A new model is a new role, and a new array is a new row of `COLUMNS`.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -17,8 +17,8 @@ from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.telemetry.metrics import Metric, rows_problem
 from rlctl.utils.user_code import load_object
 
-# Name of a model of the run: policy, the model that is trained; reference; teacher, or teachers.NAME of several.
-# A role other than the policy has the name of its section in the config.
+# Name of a model of the run: policy, the model that is trained; reference; teacher, or teachers.NAME of several; and
+# roles.NAME of a further one. A role other than the policy has the name of its section in the config.
 Role = str
 # swapped: the weights replace the policy's for a pass. resident: a further module in the trainer's ranks. engines: a
 # pool of engines scores.
@@ -75,24 +75,57 @@ _ALL_COLUMNS = (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_L
 COLUMNS = {column.name: column for column in _ALL_COLUMNS}
 
 
-def roles_by_column(names: Container[str]) -> dict[str, Role]:
-    """Return column name -> role of the columns in `names` that have a role, in the order of `COLUMNS`."""
-    return {name: column.role for name, column in COLUMNS.items() if column.role and name in names}
+# End of the name of the column of `roles.NAME`, which is NAME_log_prob.
+_LOG_PROB = "_log_prob"
+FURTHER_ROLES = "roles"
 
 
-def columns_problem(names: object, missing: Mapping[str, str] = MappingProxyType({})) -> str | None:
+def column_of(name: str) -> Column:
+    """Return the column of this name: one of `COLUMNS`, or that of a further role. Raises KeyError."""
+    if name in COLUMNS or not name.endswith(_LOG_PROB):
+        return COLUMNS[name]
+    return Column(name, role=f"{FURTHER_ROLES}.{name.removesuffix(_LOG_PROB)}")
+
+
+def name_further_column(role: str) -> str:
+    """Return the name of the column that the further role of this name in `roles` computes."""
+    return role + _LOG_PROB
+
+
+def roles_by_column(names: Collection[str]) -> dict[str, Role]:
+    """Return column name -> role of the columns in `names` that have a role, in the order of `COLUMNS`.
+
+    Columns of further roles come last, by name.
+    """
+    ordered_names = [name for name in COLUMNS if name in names]
+    ordered_names += sorted(name for name in names if name not in COLUMNS)
+    columns = [column_of(name) for name in ordered_names]
+    return {column.name: column.role for column in columns if column.role}
+
+
+def columns_problem(
+    names: object, missing: Mapping[str, str] = MappingProxyType({}), roles: Collection[str] | None = None
+) -> str | None:
     """Return the problem with the `columns` of a user's class; None if there is none.
 
-    missing: name -> reason, of columns that this run does not have.
+    missing: name -> reason, of columns that this run does not have. roles: names of the run's further roles; None: not
+    known.
     """
     if not isinstance(names, tuple | list | set | frozenset):
         return f"`columns` is {names!r}: give a tuple of names, for example ({REFERENCE_LOG_PROB.name!r},)"
     for name in names:
         if name in missing:
             return f"`columns` names {name!r}: {missing[name]}"
-        if name not in COLUMNS:
-            readable = [column for column in COLUMNS if column not in missing]
-            return f"`columns` names {name!r}{did_you_mean(str(name), readable)}; there are {', '.join(readable)}"
+        if name in COLUMNS:
+            continue
+        readable = [column for column in COLUMNS if column not in missing]
+        hint = did_you_mean(str(name), [*readable, *map(name_further_column, roles or ())])
+        role = str(name).removesuffix(_LOG_PROB)
+        if role == name:
+            return f"`columns` names {name!r}{hint}; there are {', '.join(readable)}"
+        if roles is not None and role not in roles:
+            section = f"{FURTHER_ROLES}.{role}"
+            return f"`columns` names {name!r}{hint}: the run has no {section}; set {section}.path"
     return None
 
 

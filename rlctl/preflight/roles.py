@@ -86,8 +86,11 @@ class PlacedRole:
 
 def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
     """Return the roles that the config has a model for, by name."""
-    sections = {name: section for name, section in vars(config).items() if isinstance(section, RoleSection)}
-    sections |= {f"teachers.{name}": section for name, section in config.teachers.items()}
+    sections: dict[Role, RoleSection] = {}
+    for key, value in vars(config).items():
+        named = value if isinstance(value, dict) else {}
+        entries = {key: value} | {f"{key}.{name}": section for name, section in named.items()}
+        sections |= {name: section for name, section in entries.items() if isinstance(section, RoleSection)}
     roles = {}
     for name, section in sections.items():
         roles[name] = WrittenRole(name, section.path, lora=None, place=section.place)
@@ -99,13 +102,6 @@ def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
                 tensor_parallel_size=section.tensor_parallel_size,
             )
     return roles
-
-
-def models_of(config: RunConfig, role: Role) -> tuple[Role, ...]:
-    """Return the roles whose models compute a column of `role`: itself, or each of several teachers."""
-    if role == TEACHER and config.teachers:
-        return tuple(f"teachers.{name}" for name in config.teachers)
-    return (role,)
 
 
 def read_role_facts(
@@ -171,8 +167,10 @@ def read_roles(config: RunConfig) -> tuple[Role, ...]:
     if reads_divergence(config):
         roles.append(TEACHER)
     for role in dict.fromkeys(roles_by_column(read_columns(config)).values()):
-        if role != "policy":
-            roles += models_of(config, role)
+        if role == TEACHER and config.teachers:
+            roles += [f"teachers.{name}" for name in config.teachers]
+        elif role != "policy":
+            roles.append(role)
     return tuple(dict.fromkeys(roles))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.preflight.declared_columns import COLUMNS
+from rlctl.preflight.declared_columns import column_of
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample, rollout_index
 
@@ -78,7 +78,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
         rollout=sequence if num_rollouts == len(lengths) else put(np.repeat(rollouts, lengths)),
         num_rollouts=num_rollouts,
         mask=put(mask),
-        columns={name: put(column.astype(COLUMNS[name].dtype)) for name, column in columns.items()},
+        columns={name: put(column.astype(column_of(name).dtype)) for name, column in columns.items()},
         cu_seqlens=put(starts.astype(np.int32)),
         max_len=int(lengths.max()),
         lengths=tuple(lengths.tolist()),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.preflight.declared_columns import COLUMNS, Role
+from rlctl.preflight.declared_columns import Role, column_of
 from rlctl.refit.sender import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
@@ -43,7 +43,7 @@ class RankBatch:
         columns = {}
         for name in sequences[0].columns if sequences else ():
             parts = [sequence.columns[name] for sequence in sequences]
-            columns[name] = np.concatenate(parts, dtype=COLUMNS[name].dtype)
+            columns[name] = np.concatenate(parts, dtype=column_of(name).dtype)
         rollouts = None
         if any(sequence.rollout is not None for sequence in sequences):
             numbers = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]

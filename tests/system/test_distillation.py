@@ -14,7 +14,7 @@ from tests.zoo import make_family
 
 TEACHER = RECIPES / "tiny/qwen3-sums"
 TERM = ("grpo.loss.distillation={}", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=16")
-# Without vLLM's start of 9 s of CPU. `opd-tiny` itself is trained with it.
+# Without vLLM's start of 9 s of CPU. `opd-tiny` itself has vLLM.
 DISTILLED = (f"teacher.path={TEACHER}", *TERM, WITHOUT_VLLM, "validation.every=0")
 SHORT = ("grpo.num_steps=2", "checkpoint={every: 0, at_end: true}")
 

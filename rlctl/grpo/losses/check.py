@@ -18,6 +18,7 @@ from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
 from rlctl.preflight.declared_columns import (
     COLUMNS,
     ROLLOUT_LOG_PROB,
+    column_of,
     columns_problem,
     roles_by_column,
 )
@@ -48,6 +49,15 @@ class MadeUpRow:
     columns: dict[str, Tensor]
     # Number of the rollout to which the row belongs.
     rollout: int
+
+
+class MadeUpColumns(dict[str, Tensor]):
+    """Columns of a made-up micro-batch. Log-probs of a further role are those of the policy that sampled."""
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in COLUMNS or not column_of(name).role:
+            raise KeyError(name)
+        return self[ROLLOUT_LOG_PROB.name]
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
         log_probs=torch.cat([row.log_probs for row in rows]),
         entropy=torch.cat([row.entropy for row in rows]),
         mask=torch.cat([row.mask for row in rows]),
-        columns={name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns},
+        columns=MadeUpColumns({name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns}),
         sequence=sequence,
         num_sequences=len(rows),
         rollout=rollouts[sequence],
@@ -381,7 +391,7 @@ def _needs(loss: PolicyLoss) -> str | None:
     batch = pack_rows(rows)
     read: set[str] = set()
 
-    class Recorded(dict[str, Tensor]):
+    class Recorded(MadeUpColumns):
         def __getitem__(self, name: str) -> Tensor:
             read.add(name)
             return super().__getitem__(name)
@@ -392,8 +402,9 @@ def _needs(loss: PolicyLoss) -> str | None:
     undeclared = sorted(read - declared)
     if undeclared:
         name = undeclared[0]
-        remedy = f"`columns` does not name: columns = ({name!r},)" if name in COLUMNS else "no sample has"
-        return f"reads {name}, which {remedy}"
+        if columns_problem((name,)):
+            return f"reads {name}, which no sample has"
+        return f"reads {name}, which `columns` does not name: columns = ({name!r},)"
     unread = sorted(roles_by_column(declared).keys() - read)
     return f"names {unread[0]} in `columns`, which costs a pass a step, and never reads it" if unread else None
 

@@ -13,7 +13,7 @@ from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.role_schema import DistillationSection, TeacherSection
+from rlctl.config.role_schema import DistillationSection, RoleSection, TeacherSection
 from rlctl.config.schema import KINDS
 from rlctl.config.telemetry_schema import TrackerSection
 from rlctl.config.trainer_schema import LoraSection
@@ -40,6 +40,7 @@ NAMED = {
     "advantage": AnyAdvantageSection,
     "lora": LoraSection,
     "teacher": TeacherSection,
+    "role": RoleSection,
     "distillation": DistillationSection,
 }
 

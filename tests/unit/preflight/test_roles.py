@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from rlctl.config.errors import ConfigError
-from rlctl.config.role_schema import RoleSection
 from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.declared_columns import COLUMNS, Column
 from rlctl.preflight.load import load
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
@@ -21,6 +19,7 @@ from tests.unit.preflight.test_combinations import ADVANTAGE
 
 GIB = 1 << 30
 TERM = "grpo.loss.distillation={}"
+NOVICE = "roles.novice.path=wide"
 
 
 @pytest.fixture
@@ -82,17 +81,62 @@ def test_the_policys_first_weights_are_swapped_or_the_base_below_adapters(home: 
     assert place(*kl, "reference.path=wide", role="reference").place == "resident"
 
 
-def test_a_further_role_is_a_section_and_a_column(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs a line of `config/schema.py` and one of `declared_columns.py`, besides a section with further keys."""
-    monkeypatch.setitem(COLUMNS, "judge_log_prob", Column("judge_log_prob", role="judge"))
-    (home / "mine.py").write_text(ADVANTAGE.format(("judge_log_prob",)))
-    settled = load("grpo", "grpo.recipe.yaml", ["grpo.advantage=mine.py:Mine"]).settled
-    settled.config.judge = RoleSection(path="wide", place="auto")  # type: ignore[attr-defined]
+def test_a_further_role_is_an_entry_of_the_config_and_a_column_of_a_users_class(home: Path) -> None:
+    """It costs no file of rlctl. tests/system/test_further_role.py has a whole run."""
+    (home / "mine.py").write_text(ADVANTAGE.format(("novice_log_prob", "reference_log_prob")))
+    settled = load("grpo", "grpo.recipe.yaml", [NOVICE, "grpo.advantage=mine.py:Mine"]).settled
     settled = settled.settle_on(RunMachine("cpu"), settled.facts)
-    assert settled.computed_columns == {"judge_log_prob": "judge"} and settled.frozen_roles == ("judge",)
-    placed = settled.placed_roles["judge"]
-    assert placed.place == "resident" and placed.held and placed.held.name == "judge"
-    assert [choice.key for choice in settled.choices if choice.key.endswith("place")] == ["judge.place"]
+    assert settled.computed_columns == {"reference_log_prob": "reference", "novice_log_prob": "roles.novice"}
+    assert settled.frozen_roles == ("reference", "roles.novice")
+    placed = settled.placed_roles["roles.novice"]
+    assert placed.place == "resident" and placed.held and placed.held.name == "roles.novice"
+    assert [choice.key for choice in settled.choices if choice.key.endswith("place")] == ["roles.novice.place"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "overrides", "problem"),
+    [
+        (
+            ("rollout_log_prob",),
+            [NOVICE],
+            "roles.novice: nothing reads it: name 'novice_log_prob' in the columns of a loss or an advantage of yours",
+        ),
+        (
+            ("novise_log_prob",),
+            [NOVICE],
+            "grpo.advantage.name: `columns` names 'novise_log_prob'; did you mean novice_log_prob?: the run has no "
+            "roles.novise; set roles.novise.path",
+        ),
+        (
+            ("reference_logprob",),
+            [],
+            "grpo.advantage.name: `columns` names 'reference_logprob'; did you mean reference_log_prob?; there are "
+            "rollout_log_prob, proximal_log_prob, reference_log_prob",
+        ),
+        (("novice_log_prob",), ["roles.novice={}"], "roles.novice.path: not set; needed: the model"),
+        (
+            ("age",),
+            ["roles.teacher.path=twin"],
+            "roles.teacher: must have another name: teacher_log_prob is another column",
+        ),
+        (
+            ("novice_log_prob",),
+            ["roles.novice={path: wide, place: swapped}"],
+            "roles.novice.place: swapped needs the policy's architecture, and HOME/wide has hidden_size 64 -> 128; set "
+            "auto or resident",
+        ),
+        (
+            ("novice_log_prob",),
+            ["roles.novice={path: wide, place: engines}"],
+            "roles.novice.place: must be auto, swapped or resident: engines score teachers alone, not the roles.novice",
+        ),
+    ],
+)
+def test_a_further_role_that_cannot_be_is_refused(
+    home: Path, columns: tuple[str, ...], overrides: list[str], problem: str
+) -> None:
+    (home / "mine.py").write_text(ADVANTAGE.format(columns))
+    assert problem.replace("HOME", str(home)) in problems("grpo.advantage=mine.py:Mine", *overrides)
 
 
 def test_a_dry_settling_without_sizes_places_nothing(home: Path) -> None:
