@@ -76,6 +76,7 @@ class Schedule(DrawnRun):
                 if "were sampled" in str(error) or not self.is_expected_end(str(error)):
                     raise
                 self.scoring_hangs = False
+            self.events.drop_tasks()
         self.check_end()
 
     def check_end(self) -> None:
@@ -347,4 +348,8 @@ def fakes() -> Iterator[None]:
 def run_all(seeds: Iterable[int]) -> None:
     with fakes():
         for seed in seeds:
-            Schedule(seed).run()
+            schedule = Schedule(seed)
+            try:
+                schedule.run()
+            finally:
+                schedule.events.drop_tasks()

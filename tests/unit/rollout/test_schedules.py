@@ -25,8 +25,6 @@ from rlctl.rollout.wait_deadline import TICK_S, WaitDeadline
 from tests.unit.rollout.drawn_run import ContractBroken
 from tests.unit.rollout.schedule import run_all
 
-# A kill drops rollouts that had not begun.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 # 10,000 schedules. The first 600 are in every run of the suite: with `OFTEN_NOTICE` they notice every missing rule.
 PER_CHUNK = 200
 CHUNKS = 50
