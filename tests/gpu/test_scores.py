@@ -5,20 +5,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import ScoreRequest
 from rlctl.generation.spec import build_engine
 from rlctl.generation.vllm.kind import environment
 from rlctl.workers.group import Worker, WorkerSpec
+from tests.scored_tokens import DEADLINE, LONGEST, Transformers, draw_scored_tokens, score
 from tests.system.engines import collect_all, spec_for
-from tests.system.test_scores import DEADLINE, LONGEST, assert_is_right
 from tests.tiny_models import make_model
-from tests.turns import turn
 
 pytestmark = pytest.mark.gpu
+# Weight version of the engine.
+VERSION = 4
 
 
 def gpus() -> int:
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, ray_here: Path) -> Iterator[Worker]:
-    spec = replace(spec_for(folder, LONGEST), scores=True, version=4, device="cuda", gpu_memory_utilization=0.2)
+    spec = replace(spec_for(folder, LONGEST), scores=True, version=VERSION, device="cuda", gpu_memory_utilization=0.2)
     spec = replace(spec, options={"fast_path": True, "enforce_eager": False}, kv_cache_mib=512)
     log = str(ray_here / "scores-gpu.log")
     worker = Worker(WorkerSpec("scores-gpu", partial(build_engine, spec), environment("cuda", ["0"]), log, 4))
@@ -47,28 +46,12 @@ def engine(folder: Path, ray_here: Path) -> Iterator[Worker]:
 
 @pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
 def test_scores_on_a_gpu_are_those_of_transformers(folder: Path, engine: Worker) -> None:
-    draws = np.random.default_rng(0)
-
-    def tokens(count: int) -> list[int]:
-        return draws.integers(3, 64, count).tolist()
-
-    prompt = tokens(70)
-    answer = tokens(90)
-    requests = [
-        ScoreRequest(turn(0, index).id, prompt + answer[: 30 + 20 * index], len(prompt), top=index * 5)
-        for index in range(4)
-    ]
-    ids = draws.integers(0, 64, (len(answer), 3)).astype(np.int32)
-    requests.append(ScoreRequest(turn(2).id, prompt + answer, len(prompt), ids=ids, temperature=1.3))
-    # Sequences in several chunks of a step's tokens, the same one twice.
-    long_tokens = tokens(LONGEST)
-    requests += [ScoreRequest(turn(4, index).id, long_tokens, 1, top=20) for index in range(3)]
-    sampled = [turn(9, index, prompt + answer, 4) for index in range(2)]
-    engine.start(Engine.submit, sampled).wait(DEADLINE)
-    collect_all(engine, sampled)
+    # Three copies of the long sequence are more tokens than a step has: each is computed in several chunks.
+    scored = draw_scored_tokens(copies=3)
+    transformers = Transformers(folder)
+    engine.start(Engine.submit, scored.sampled).wait(DEADLINE)
+    collect_all(engine, scored.sampled)
     for _ in range(2):
-        engine.start(Engine.score, requests).wait(DEADLINE)
-        answers = collect_all(engine, requests)
-        gaps = [assert_is_right(folder, *pair) for pair in zip(requests, answers, strict=True)]
-        print("largest gap to transformers on a CPU:", max(gaps))
-        assert max(gaps) < 1e-4, gaps
+        gap = transformers.largest_gap(scored.requests, score(engine, scored.requests), VERSION)
+        print("largest gap to transformers on a CPU:", gap)
+        assert gap < 1e-4
