@@ -208,7 +208,7 @@ def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSp
 
     The spec of the run's own environment has the run's arguments. Raises ConfigError if the name cannot be loaded.
     """
-    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.config.plugins import NAMED_ENVIRONMENTS
     from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.evaluation_configs import arguments_of
     from rlctl.preflight.check_inputs import require_plugin
@@ -218,7 +218,7 @@ def _tools_environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSp
             names = ", ".join(choice.name for choice in config.environment.environments.values())
             note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
-    require_plugin("--tools", name, ENVIRONMENTS, "Class")
+    require_plugin("--tools", name, NAMED_ENVIRONMENTS, "Class")
     return EnvironmentSpec(name, config.environment.timeout_s, arguments_of(config, name))
 
 

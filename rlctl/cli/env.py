@@ -84,7 +84,7 @@ def check(
     from dataclasses import asdict, replace
 
     from rlctl.config.builtin import runs_folder
-    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.config.plugins import AGENTS, NAMED_ENVIRONMENTS
     from rlctl.data.files import DataError
     from rlctl.environments.outcomes import AgentSpec, EnvironmentSpec, command_of
     from rlctl.evaluation.environment_check import EPISODES, check_environment, rows_to_try
@@ -93,7 +93,7 @@ def check(
     from rlctl.preflight.check_inputs import require_plugin
 
     if not command:
-        require_plugin("NAME", name, ENVIRONMENTS, "Class")
+        require_plugin("NAME", name, NAMED_ENVIRONMENTS | AGENTS, "Class")
     if episodes is not None and model is None:
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
     with locate_errors("--data", DataError):

@@ -13,7 +13,8 @@ class EnvironmentChoice:
     """One of several environments."""
 
     name: str = spec(
-        "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class.",
+        "A shipped environment (guess, calculator, sqlite, maze), a shelf (openenv), or a class: module:Class or "
+        "file.py:Class.",
         path="plugin",
     )
     args: dict[str, Any] = spec("The keyword arguments of the class.")
@@ -24,8 +25,8 @@ class EnvironmentSection:
     """The environment with which the policy interacts in its rollouts."""
 
     name: str | None = spec(
-        "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class. null has "
-        "one prompt and one answer a rollout.",
+        "A shipped environment (guess, calculator, sqlite, maze), a shelf (openenv), or a class: module:Class or "
+        "file.py:Class. null has one prompt and one answer a rollout.",
         path="plugin",
     )
     args: dict[str, Any] = spec("The keyword arguments of the class.")
@@ -78,9 +79,11 @@ class AgentSection:
     name: str | None = spec(
         "A function run(task, base_url, api_key), async or not: module:function or file.py:function. It asks for turns "
         "at base_url as at OpenAI's or Anthropic's API. Budgets, deadlines and processes are those of environment. "
-        "`agent: file.py:run` is short for this key. null has none.",
+        "verifiers is an environment server of verifiers v1. `agent: file.py:run` is short for this key. null has no "
+        "agent.",
         path="plugin",
     )
+    args: dict[str, Any] = spec("Further keyword arguments of the function.")
     command: str | None = spec(
         "In place of a name: a command, run once a rollout. It gets OPENAI_BASE_URL, OPENAI_API_KEY, "
         "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, and the task as JSON in RLCTL_TASK."

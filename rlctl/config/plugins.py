@@ -32,6 +32,15 @@ ENVIRONMENTS = {
     "maze": "rlctl.environments.maze:Maze",
     "sqlite": "rlctl.environments.sqlite:Sqlite",
 }
+# Name in the config -> class that plays an environment of another project. That environment runs in another process.
+SHELVES = {
+    "openenv": "rlctl.environments.shelves.openenv:OpenEnv",
+}
+# Name in the config -> function of the agent whose server, of another project, plays the rollout.
+AGENTS = {
+    "verifiers": "rlctl.environments.shelves.verifiers:run",
+}
+NAMED_ENVIRONMENTS = ENVIRONMENTS | SHELVES
 # Column of a row that names its environment.
 ENVIRONMENT_COLUMN = "environment"
 # Modules that declare metrics, in a list `METRICS` of `telemetry.metrics.Metric`. They import no torch.

@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.config.plugins import AGENTS, NAMED_ENVIRONMENTS
 from rlctl.environments import seeding
 from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
 from rlctl.environments.coroutine_loop import CoroutineLoop
@@ -27,6 +27,7 @@ from rlctl.environments.messages import ActionReply, ActionRequest, CloseEpisode
 from rlctl.environments.outcomes import AgentSpec, EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.plain_chat import PLAIN_FORMAT, PlainChat
 from rlctl.environments.rollout_function import FunctionEpisode, is_agent, read_function
+from rlctl.environments.shelves.served_tools import add_served_tools
 from rlctl.utils.user_code import error_text, import_error, load_object
 from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
@@ -95,8 +96,10 @@ class _Child:
     def _load_environment(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
         """Import an environment, store the factory of its episodes, and return its contract."""
         if spec.agent is not None:
-            return self._load_agent(key, spec.name, spec.agent)
-        name = ENVIRONMENTS.get(spec.name, spec.name)
+            return self._load_agent(key, spec, spec.agent)
+        if spec.name in AGENTS:
+            return self._load_agent(key, spec, AgentSpec())
+        name = NAMED_ENVIRONMENTS.get(spec.name, spec.name)
         try:
             environment = load_object(name)
         except AttributeError as error:
@@ -111,8 +114,11 @@ class _Child:
         if is_function is None:
             is_function = inspect.isfunction(environment)
             if is_function and is_agent(environment):
-                return self._load_agent(key, name, AgentSpec())
-        contract = read_function(environment) if is_function else read_contract(environment, spec.args)
+                return self._load_agent(key, spec, AgentSpec())
+        if is_function:
+            contract = read_function(environment)
+        else:
+            contract = add_served_tools(read_contract(environment, spec.args), environment, spec.args)
         if contract.problems:
             return contract
         if is_function:
@@ -134,21 +140,24 @@ class _Child:
         notes = [note for note in contract.notes if not note.startswith(NO_REWARD)]
         return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
-    def _load_agent(self, key: str, name: str, agent: AgentSpec) -> EnvironmentContract:
+    def _load_agent(self, key: str, spec: EnvironmentSpec, agent: AgentSpec) -> EnvironmentContract:
         """Import an agent, start its endpoint, store the factory of its episodes, and return its contract."""
         from rlctl.environments.agents.agent_command import start_command
         from rlctl.environments.agents.agent_episode import AgentEpisode, agent_contract
         from rlctl.environments.agents.endpoint import Endpoint
         from rlctl.environments.agents.runners import read_agent, start_function
 
+        name = AGENTS.get(spec.name, spec.name)
         function: Any = None
         if not agent.command:
             try:
                 function = load_object(name)
             except BaseException as error:  # any error of the user's module at import
                 return agent_contract(name, [import_error(error, __file__)])
-            if problems := read_agent(function):
+            if problems := read_agent(function, spec.args):
                 return agent_contract(name, problems)
+            if spec.args:
+                function = wraps(function)(partial(function, **spec.args))
         chat: Any = agent.chat.load() if agent.chat else PlainChat()
         try:
             endpoint = Endpoint(agent.bind)

@@ -34,7 +34,7 @@ from rlctl.environments.messages import (
     ToolAnswer,
     ToolsCalled,
 )
-from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.outcomes import EnvironmentFailure, InfrastructureError
 from rlctl.utils.user_code import error_text, raised_at, raised_inside, shorten_text, trace_of
 from rlctl.workers.named_reward import NamedRewardError, named_arguments, named_value
 from rlctl.workers.user_logs import MAX_CAUSES
@@ -193,8 +193,8 @@ class Episode(threading.Thread):
             failed = isinstance(outcome, BaseException)
             cause = ""
             if failed:
-                # MemoryError, SystemExit and KeyboardInterrupt end the episode. The model reads any other exception.
-                if isinstance(outcome, MemoryError) or not isinstance(outcome, Exception):
+                # These, SystemExit and KeyboardInterrupt end the episode. The model reads any other exception.
+                if isinstance(outcome, MemoryError | InfrastructureError) or not isinstance(outcome, Exception):
                     raise outcome
                 text = f"Error: {_tool_error_text(outcome)}"
                 failure = self._describe_raised(name, outcome)

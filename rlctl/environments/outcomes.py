@@ -18,6 +18,10 @@ LATE = f"{UNREACHED} Does each call make a client? One for the whole process spa
 NOT_STARTED = "cannot be started"
 
 
+class InfrastructureError(RuntimeError):
+    """A server or a sandbox that an environment needs has failed. It ends the episode, also if a tool raises it."""
+
+
 @dataclass(frozen=True)
 class AgentSpec:
     """The agent of a run; `EnvironmentSpec.name` names its function or its command."""
@@ -41,11 +45,11 @@ def command_of(command: str, wrap: str | None) -> list[str]:
 class EnvironmentSpec:
     """One environment of a run."""
 
-    # A name of ENVIRONMENTS in config/plugins.py, module:Class or file.py:Class.
+    # A name of NAMED_ENVIRONMENTS or AGENTS in config/plugins.py, module:Class or file.py:Class.
     name: str
     # Seconds that a reset, a tool, a step or a reward may take.
     timeout_s: float
-    # Keyword arguments of the class.
+    # Keyword arguments of the class, or of the agent's function.
     args: dict[str, Any] = field(default_factory=dict)
     # True for a rollout function, False for a class. None: the imported object decides; a function with three
     # parameters is then an agent.

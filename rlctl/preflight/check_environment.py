@@ -10,7 +10,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 
 from rlctl.config.errors import BrokenValueError
-from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.config.plugins import AGENTS, NAMED_ENVIRONMENTS
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
@@ -31,7 +31,7 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
     yield from _check_agent(config)
     for key, name in _environment_names(config):
         with suppress(BrokenValueError):
-            if message := missing_plugin(name, ENVIRONMENTS, "Class"):
+            if message := missing_plugin(name, NAMED_ENVIRONMENTS, "Class"):
                 yield Violation(key, message)
     if not config.has_turns:
         return
@@ -64,11 +64,10 @@ def _check_agent(config: GrpoConfig) -> Violations:
         yield Violation("agent.command", "runs an agent, and so does agent.name: leave one at null", ("agent.name",))
     if agent.wrap is not None and agent.command is None:
         yield Violation("agent.wrap", "is put before agent.command, which is null", ("agent.command",))
-    if agent.name is not None:
-        if ":" not in agent.name:
-            yield Violation("agent.name", f"must be module:function or file.py:function, not {agent.name}")
-        elif message := missing_plugin(agent.name, (), "function"):
-            yield Violation("agent.name", message)
+    if agent.args and agent.name is None:
+        yield Violation("agent.args", "are those of agent.name, which is null", ("agent.name",))
+    if agent.name is not None and (message := missing_plugin(agent.name, AGENTS, "function")):
+        yield Violation("agent.name", message)
     if agent.command is not None:
         yield from _check_command("agent.command", agent.command)
         if agent.wrap:

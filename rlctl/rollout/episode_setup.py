@@ -73,7 +73,8 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
     if config.agent.is_enabled:
         agent = config.agent
         words = tuple(command_of(agent.command, agent.wrap)) if agent.command else ()
-        specs = {_AGENT: EnvironmentSpec(agent.entry_point, section.timeout_s, agent=AgentSpec(words, agent.bind))}
+        spec = AgentSpec(words, agent.bind)
+        specs = {_AGENT: EnvironmentSpec(agent.entry_point, section.timeout_s, agent.args, agent=spec)}
     processes = None if section.processes == "auto" else section.processes
     return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
 

@@ -162,10 +162,14 @@ class Endpoint:
         session = self._sessions.get(path["id"])
         if session is None:
             raise RefusedError("there is no such session: it has ended, or never was", 404, "session_ended")
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+        # A server that plays for an agent may send a key of its own in the first of these headers.
+        sent_keys = [
+            request.headers.get("Authorization", "").removeprefix("Bearer "),
+            request.headers.get("x-api-key", ""),
+        ]
         # Clients probe the address by a HEAD request without a key.
-        if key or request.method != "HEAD":
-            if not hmac.compare_digest(key.encode(), session.secret.encode()):
+        if any(sent_keys) or request.method != "HEAD":
+            if not any(hmac.compare_digest(key.encode(), session.secret.encode()) for key in sent_keys):
                 self._print_refusal(request, "a session without its key")
                 raise RefusedError("the key is not that of the session", 401, "authentication_error")
             session.was_reached = True

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,19 @@ _LATE_S = 5.0
 _late_warned = threading.Event()
 
 
-def read_agent(function: Any) -> list[str]:
-    """Return the reasons why a function cannot be called as `run(task, base_url, api_key)`; empty if it can."""
+def read_agent(function: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the reasons why a function cannot be called as `run(task, base_url, api_key)`; empty if it can.
+
+    arguments: further keyword arguments.
+    """
     name = str(getattr(function, "__name__", function))
     if not callable(function):
         return [f"must be `def run(task, base_url, api_key)`, not a {type(function).__name__}"]
     try:
-        inspect.signature(function).bind(None, None, None)
+        inspect.signature(function).bind(None, None, None, **(arguments or {}))
     except TypeError as error:
-        return [f"is called as {shorten_text(name)}(task, base_url, api_key): {error}"]
+        further = "".join(f", {argument}=..." for argument in arguments or {})
+        return [f"is called as {shorten_text(name)}(task, base_url, api_key{further}): {error}; agent.args has more"]
     return []
 
 

@@ -51,7 +51,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """Return the metrics of a step with age bound 2. It trains half of the time, and waits a fifth of it for groups."""
+    """Return the metrics of a step with age bound 2. It trains half of the time, and waits for groups in a fifth."""
     common = {name: metric for name, metric in step_metrics(step).items() if not name.startswith("time/")}
     ages = {
         "age/mean": 0.75,
