@@ -53,7 +53,7 @@ OPTIONAL_SECTIONS = {
 # Key of a mapping with any keys -> file of defaults of each value.
 _ENTRIES = {"teachers": "teacher", "roles": "role"}
 # Sections without a file of defaults that may also be written as a bare name.
-_NAME_SECTIONS = ("agent",)
+_NAME_SECTIONS = ("agent", "sandbox")
 
 
 def compose(recipe: Path, overrides: list[str], within: str = "", command_overrides: Sequence[str] = ()) -> ConfigNode:

@@ -98,6 +98,7 @@ _PURPOSES: dict[str, dict[str, list[str]]] = {
     "Play several turns or an agent": {
         "environment": ["name", "max_turns", "history", "tool_format"],
         "agent": ["name", "command"],
+        "sandbox": ["name", "require"],
         _TOP_LEVEL: ["rollout"],
     },
     "Fit a larger model on my GPU": {

@@ -41,6 +41,8 @@ AGENTS = {
     "verifiers": "rlctl.environments.shelves.verifiers:run",
 }
 NAMED_ENVIRONMENTS = ENVIRONMENTS | SHELVES
+# Rewards and environments that run programs in the run's sandbox.
+SANDBOXED = frozenset({"python_tests", "python", "shell", "python_shell"})
 # Column of a row that names its environment.
 ENVIRONMENT_COLUMN = "environment"
 # Modules that declare metrics, in a list `METRICS` of `telemetry.metrics.Metric`. They import no torch.

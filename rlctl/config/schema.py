@@ -13,8 +13,9 @@ from rlctl.config.environment_schema import AgentSection, EnvironmentSection
 from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
-from rlctl.config.plugins import needs_answers
+from rlctl.config.plugins import SANDBOXED, needs_answers
 from rlctl.config.role_schema import DistillationSection, ReferenceSection, RoleSection, TeacherSection
+from rlctl.config.sandbox_schema import SandboxSection
 from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.config.trainer_schema import LoraSection, TrainerSection
 
@@ -191,6 +192,7 @@ class GrpoConfig:
         "In place of an environment: a program that knows nothing of rlctl, and asks for the policy's turns by HTTP. "
         "Its value, or rewards, score the rollout."
     )
+    sandbox: SandboxSection = spec("The sandbox of programs that the policy writes: those of tools and of rewards.")
     grpo: GrpoSection = spec("The algorithm.")
     reference: ReferenceSection = spec("The model of the KL term.")
     teacher: TeacherSection | None = spec(
@@ -233,6 +235,13 @@ class GrpoConfig:
     def has_turns(self) -> bool:
         """True if an environment, a rollout function or an agent plays the rollouts."""
         return self.opens_prompts or self.rollout is not None
+
+    @property
+    def runs_programs(self) -> bool:
+        """True if a shipped reward or environment runs programs of the policy in the sandbox."""
+        names = {choice.name for choice in self.environment.environments.values()}
+        names |= {reward.name for reward in self.rewards}
+        return not SANDBOXED.isdisjoint(names)
 
     @property
     def opens_prompts(self) -> bool:

@@ -11,12 +11,13 @@ Nothing is printed here, and no run is started. Wrong input raises ConfigError.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlctl.config.errors import ConfigError, ModelError, Problem, UserError, locate_errors
+from rlctl.config.schema import GrpoConfig
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load_data import RowReader, RunRows, end_tokens, part_of
@@ -36,6 +37,8 @@ from rlctl.preflight.plan import RunPlan, crowding_notes, disk_notes, make_plan
 from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled
 from rlctl.run.run_dir import RunDir
+from rlctl.sandbox.base import SandboxError
+from rlctl.sandbox.open_sandbox import choose_sandbox, use_section
 from rlctl.utils.files import folder_bytes, foreign_link, write_whole
 
 if TYPE_CHECKING:
@@ -286,10 +289,26 @@ class PreparedRun:
                 part = part_of(sampling.config, "validation")[0]
             first_row = part.rows[0]
             section = part.section
+        self._choose_sandbox(sampling.config)
         if sampling.config.has_turns and not self.request.is_job:
             with self.progress.busy("reading the environments"):
                 setup = try_environments(composed, section, first_row, local_chat(sampling.config))
             self.progress.note(setup.notes)
+
+    def _choose_sandbox(self, config: GrpoConfig) -> None:
+        """Choose the sandbox of the run's programs by a probe, as this user. Raises ConfigError if none does."""
+        section = config.sandbox
+        if config.runs_programs:
+            with self.progress.busy("probing the sandbox"):
+                try:
+                    chosen = choose_sandbox(section)
+                except SandboxError as error:
+                    remedy = f"see sandbox.require={section.require} and rlctl doctor"
+                    raise ConfigError([self._problem("sandbox.name", f"{error}; {remedy}")]) from error
+            chosen.sandbox.close()
+            self.progress.note([str(chosen)])
+            section = replace(section, name=chosen.name)
+        use_section(section)
 
     def _require_packages(self) -> None:
         assert self.plan

@@ -9,6 +9,7 @@ from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_grpo import check_engines, check_rewards
 from rlctl.preflight.check_inputs import check_data, check_generated, check_validation
 from rlctl.preflight.check_model import check_chat, check_lengths
+from rlctl.preflight.check_sandbox import check_sandbox
 from rlctl.preflight.settled import SettledSft
 
 # Keys of the recipe whose values are replaced by the SFT run's.
@@ -38,6 +39,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
     sampled = sampling.config
     checks = [check_lengths(sampling), check_chat(sampled), check_validation(sampled), check_data(sampled)]
     checks += [check_rewards(sampled), check_environment(sampled, settled.facts), check_engines(sampling, away)]
+    checks.append(check_sandbox(sampled, away))
     if not away:
         checks.append(check_generated(sampled))
     for violations in checks:

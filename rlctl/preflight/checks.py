@@ -27,6 +27,7 @@ from rlctl.preflight.check_inputs import check_data, check_generated, check_run_
 from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, check_micro_batch, check_model
 from rlctl.preflight.check_recipe import check_recipe
 from rlctl.preflight.check_roles import check_roles
+from rlctl.preflight.check_sandbox import check_sandbox
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.check_trainer import check_backends, check_batch, check_offload, check_optimizer, check_profile
 from rlctl.preflight.cluster_plan import check_nodes
@@ -64,6 +65,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
         checks += [
             check_rewards(grpo.config),
             check_environment(grpo.config, sizes),
+            check_sandbox(grpo.config, away),
             check_algorithm(grpo, away),
             check_advantage(grpo),
             check_sampling(grpo),

@@ -21,6 +21,9 @@ from rlctl.preflight.installation import FIX, InstallPlan, plan_install
 from rlctl.preflight.machine import Device, Machine, device_of, read_machine
 from rlctl.preflight.stub_wheels import LOCAL, STUBS
 from rlctl.preflight.version import installed_version, own_version, package_version, requirements
+from rlctl.sandbox.base import SandboxError
+from rlctl.sandbox.open_sandbox import LOCAL_KINDS, open_sandbox
+from rlctl.sandbox.probe import probe
 from rlctl.utils.code_cache import cache_root, intruder, kept_bytes
 from rlctl.workers.reaper import leftovers
 
@@ -32,6 +35,7 @@ CheckState = Literal["ok", "warning", "broken"]
 GIB = 1 << 30
 IMPORT_SECONDS = 180
 _MISSING = "not installed"
+_SANDBOX_FIX = "apt-get install bubblewrap, or set sandbox.name to command or url"
 SUPPORT = ("datasets", "jinja2", "math_verify", "pyarrow", "safetensors", "tokenizers")
 # Script that imports its arguments one by one. It reports after each, so a crash or hang comes from the first
 # unreported one.
@@ -79,6 +83,7 @@ def examine(folder: Path) -> list[Check]:
         *check_compiler(machine),
         *check_leftovers(),
         check_kept_code(),
+        check_programs_sandbox(),
     ]
 
 
@@ -139,6 +144,26 @@ def check_kept_code() -> Check:
     if problem := intruder(root):
         return Check("compiled code", "warning", f"not kept, so that each start compiles: {problem}", f"rm -rf {root}")
     return Check("compiled code", "ok", f"{root}: {_gib(kept_bytes())}, kept 30 days; rm -rf clears it")
+
+
+def check_programs_sandbox() -> Check:
+    """Check which sandbox programs of a policy get here, by a probe of two seconds."""
+    name = "sandbox"
+    reasons = []
+    for kind in LOCAL_KINDS:
+        try:
+            sandbox = open_sandbox(kind)
+            report = probe(sandbox)
+            sandbox.close()
+        except SandboxError as error:
+            reasons.append(f"{kind}: {error}")
+            continue
+        finding = "; ".join([f"{kind}: {report.describe()}", *reasons])
+        if report.breaches:
+            finding = "; ".join([finding, *report.breaches.values()])
+            return Check(name, "warning", finding, _SANDBOX_FIX)
+        return Check(name, "ok", finding)
+    return Check(name, "warning", "; ".join(reasons), _SANDBOX_FIX)
 
 
 def check_packages(device: Device, *extras: str) -> list[Check]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
+
+from rlctl.config.sandbox_schema import SandboxGuarantee
 
 # Share of a limit from which a program counts as near.
 NEAR = 0.8
@@ -18,10 +20,11 @@ NEAR = 0.8
 #   processes: other processes can be neither seen nor signalled
 #   memory: the program and its descendants together stay below the limit
 #   forks: the number of processes stays below the limit, and none outlives the program
-Guarantee = Literal["network", "files", "processes", "memory", "forks"]
-GUARANTEES: tuple[Guarantee, ...] = ("network", "files", "processes", "memory", "forks")
+Guarantee = SandboxGuarantee
+GUARANTEES: tuple[Guarantee, ...] = get_args(SandboxGuarantee)
 # enforced: the kernel refuses; watched: rlctl measures every 50 ms and ends the program; absent: nothing stops it
-Strength = Literal["enforced", "watched", "absent"]
+# elsewhere: programs run on another machine, whose isolation is not measured
+Strength = Literal["enforced", "watched", "absent", "elsewhere"]
 
 
 class SandboxError(Exception):

@@ -157,7 +157,9 @@ class BwrapSandbox:
         for name in files:
             words += ["--ro-bind-try", name, name]
         # bubblewrap would make them for root alone.
-        parents = {parent for folder in (Path(_WORK), *self._readable) for parent in folder.parents[:-1]}
+        parents = set[Path]()
+        for folder in (Path(_WORK), *self._readable):
+            parents.update(folder.parents[:-1])
         for parent in sorted(parents - {Path("/tmp")}):
             words += ["--perms", "0755", "--dir", str(parent)]
         for folder in self._readable:

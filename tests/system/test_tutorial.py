@@ -70,7 +70,7 @@ def test_each_file_and_each_command_before_a_run_works(tmp_path: Path) -> None:
     assert "276.2 MiB of" in output_by_command["rlctl train grpo digits.yaml --dry-run"]
 
 
-@pytest.mark.long  # a minute; parts of it are tested elsewhere
+@pytest.mark.long  # a minute; further parts are tested elsewhere
 def test_each_command_from_the_run_on_works(tmp_path: Path) -> None:
     write_files(tmp_path)
     output_by_command = {command: run_command(command, tmp_path) for command in commands(1, 4)}

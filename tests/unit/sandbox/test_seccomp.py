@@ -1,10 +1,12 @@
 """The filter of system calls has the kernel's numbers, and sandboxes refuse the calls that lead around a limit."""
 
+import platform
 import re
 from pathlib import Path
 
 import pytest
 
+from rlctl.config.sandbox_schema import SandboxName
 from rlctl.sandbox import seccomp
 from tests.unit.sandbox.kinds import LOCAL_KINDS, run_source
 
@@ -35,13 +37,13 @@ def test_the_numbers_are_those_of_the_kernels_header() -> None:
 
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS)
-def test_calls_around_a_limit_are_refused(kind: str) -> None:
-    if seccomp.platform.machine() != "x86_64":
+def test_calls_around_a_limit_are_refused(kind: SandboxName) -> None:
+    if platform.machine() != "x86_64":
         pytest.skip("the numbers of the calls are those of x86-64")
     lines = run_source(kind, CALLS).stdout.decode().splitlines()
     assert lines == ["(-1, 'Operation not permitted')"] * 6 + ["(-1, 'Function not implemented')"]
 
 
 def test_an_unknown_architecture_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert seccomp.make_filter(has_sockets=True, has_own_files=True) is None

@@ -1,0 +1,110 @@
+"""Sandbox of a command of the user's: docker, podman, apptainer, or the client of a cloud.
+
+The command isolates the program. rlctl holds wall time, output and files, and ends the command.
+"""
+
+import contextlib
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from string import Formatter
+from typing import Any
+
+from rlctl.sandbox.base import GUARANTEES, Guarantee, Limits, Program, Result, SandboxError, Strength, command_of
+from rlctl.sandbox.limited_run import ConfinedCommand, make_result, run_limited
+from rlctl.sandbox.work_folder import WorkFolder
+
+# Names that a command may have in braces.
+PLACES = ("id", "folder", "memory_mib", "processes", "cpu_s", "wall_s")
+# Exit code of docker and podman if they could not run a program.
+_NO_CONTAINER = 125
+_STOP_S = 30.0
+
+
+class CommandSandbox:
+    """Runs each program by a command. stop_command: run after each program."""
+
+    name = "command"
+
+    def __init__(self, command: str, stop_command: str | None = None) -> None:
+        self._words = split_command(command)
+        self._stop_words = split_command(stop_command) if stop_command else []
+
+    @property
+    def isolation(self) -> Mapping[Guarantee, Strength]:
+        """Strength of each guarantee, as the user's command promises it: only the probe knows."""
+        return dict.fromkeys(GUARANTEES, "enforced")
+
+    def run(self, program: Program, limits: Limits) -> Result:
+        """Run a program by the command. Raises ValueError for a program that asks for the network."""
+        if program.network:
+            raise ValueError("the network of a program is chosen in sandbox.command")
+        argv, files = command_of(program, "python3")
+        folder = WorkFolder(program.folder, None)
+        values = {
+            "id": f"rlctl-{secrets.token_hex(8)}",
+            "folder": str(folder.work),
+            "memory_mib": limits.memory_mib,
+            "processes": limits.processes,
+            "cpu_s": limits.cpu_s,
+            "wall_s": limits.wall_s,
+        }
+        try:
+            folder.write(files)
+            words = fill_words(self._words, values)
+            if program.variables:
+                words.append("env")
+                words += [f"{name}={text}" for name, text in program.variables.items()]
+            command = ConfinedCommand(
+                argv=[*words, *argv],
+                variables=dict(os.environ),
+                find_keeper=lambda pid: None,
+                stop=_kill_group,
+                exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
+            )
+            run = run_limited(command, program.stdin, limits)
+            exit_code = run.status if run.status >= 0 and run.status != _NO_CONTAINER else None
+            return make_result(run, exit_code, program, folder, limits)
+        except OSError as error:
+            raise SandboxError(f"working folder: {error.strerror}") from error
+        finally:
+            self._stop(fill_words(self._stop_words, values))
+            folder.remove()
+
+    def close(self) -> None:
+        """Do nothing: no sandbox outlives its program."""
+
+    def _stop(self, words: Sequence[str]) -> None:
+        """Run the command that ends a program."""
+        if words:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(words, capture_output=True, timeout=_STOP_S, check=False)
+
+
+def split_command(command: str) -> list[str]:
+    """Return the words of a command. Raises SandboxError for one that is none, or for an unknown name in braces."""
+    try:
+        words = shlex.split(command)
+        names = {name for _, name, _, _ in Formatter().parse(" ".join(words)) if name is not None}
+    except ValueError as error:
+        raise SandboxError(f"{command!r} is no command: {error}") from error
+    if not words:
+        raise SandboxError("the command is empty")
+    if unknown := sorted(names - set(PLACES)):
+        known = ", ".join(f"{{{name}}}" for name in PLACES)
+        raise SandboxError(f"{{{unknown[0]}}} is none of {known}")
+    return words
+
+
+def fill_words(words: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Return the words with the values in place of their names in braces."""
+    return [word.format(**values) for word in words]
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """End the command and the processes of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
