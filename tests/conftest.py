@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rlctl.launch.worker_imports import SHARED_SERVER
+from rlctl.workers.preloading import ForkServer
 from tests import durations, preloaded
 from tests.durations import file_of
 from tests.faults.runs import RUNS
@@ -61,6 +63,8 @@ TOGETHER = {
 
 
 # Seconds of each test in this session.
+# More workers than any Ray of the suite starts.
+MANY_WORKERS = 100_000
 SECONDS = Counter[str]()
 
 
@@ -112,7 +116,7 @@ def pytest_configure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for line in preloaded.describe_lost_servers():
+    for line in preloaded.describe_lost_stages():
         terminalreporter.write_line(line, yellow=True)
 
 
@@ -178,14 +182,14 @@ def no_run_goes_on() -> Iterator[None]:
 def workers_are_preloaded(request: pytest.FixtureRequest) -> None:
     """Start workers with their imports done, in all tests with processes that do not use `ordinary_workers`."""
     if request.path.is_relative_to(SYSTEM) or request.path.is_relative_to(FAULTS):
-        preloaded.start_servers()
+        preloaded.start()
 
 
 @pytest.fixture(scope="module")
 def ordinary_workers() -> Iterator[None]:
-    """Start Ray's workers as for a user, without preloaded imports, to test how processes start and end."""
+    """Start each run's own server of workers, as for a user, to test how processes start and end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(preloaded.FOLDER, raising=False)
+        patch.delenv(SHARED_SERVER, raising=False)
         yield
 
 
@@ -195,7 +199,12 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from rlctl.launch.local_ray import local_ray
 
     logs = tmp_path_factory.mktemp("logs")
-    with local_ray(logs):
+    forks = None
+    if SHARED_SERVER in os.environ:
+        # Any worker may be a trainer, and those of vLLM's stage compile nothing.
+        preloaded.start()
+        forks = ForkServer(Path(os.environ[SHARED_SERVER]), [MANY_WORKERS])
+    with local_ray(logs, forks=forks):
         yield logs
 
 

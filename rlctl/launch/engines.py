@@ -9,6 +9,7 @@ from rlctl.config.errors import ModelError
 from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.runtime import Allocation
+from rlctl.launch.worker_imports import preload_workers
 from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.engine_rules import engine_rules
@@ -58,7 +59,8 @@ def engines(
     if files.adapter and not engine_rules(generation.engine).serves_adapters:
         raise ModelError(f"generation.engine={generation.engine.name} serves no adapters, and {files.adapter} is one")
     with ExitStack() as stack:
-        reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))
+        forks = stack.enter_context(preload_workers(placement, None, generation.engine.name, logs))
+        reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s, forks=forks))
 
         def make_folder(prefix: str, root: str | None) -> str:
             return str(stack.enter_context(reaper.folder(prefix, root)))

@@ -29,6 +29,7 @@ from rlctl.utils.devices import usable_cores
 from rlctl.utils.ports import LOOPBACK
 from rlctl.utils.ray_token import TOKEN_FILE, token_of_process, write_token
 from rlctl.workers import LOOPBACK_ONLY, changed_environment
+from rlctl.workers.preloading import ForkServer
 from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 
 _OBJECT_STORE_BYTES = 1 << 30
@@ -142,14 +143,17 @@ def _replace_private(module: str, name: str, replacement: Any) -> Iterator[None]
 
 @contextmanager
 def local_ray(
-    logs: Path, lost: Callable[[str], None] = lambda reason: None, deadline_s: float = 0.0
+    logs: Path,
+    lost: Callable[[str], None] = lambda reason: None,
+    deadline_s: float = 0.0,
+    forks: ForkServer | None = None,
 ) -> Iterator[Reaper]:
     """Run a private Ray until the block is left. Yields the reaper, which removes Ray's folders even if the driver is
     killed.
 
     A start that exceeds Ray's own 30 s is repeated once, and again while another attempt would end before `deadline_s`
     (a run's `run.deadline_s`). Raises RayTooSlow after the last attempt. lost: called once, on another thread, with the
-    reason, when a process that Ray needs is gone.
+    reason, when a process that Ray needs is gone. forks: server that forks Ray's workers; None: they start as usual.
     """
     with ExitStack() as stack:
         reaper = Reaper()
@@ -174,7 +178,7 @@ def local_ray(
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
-                with changed_environment(_ray_environment(folder)), _without_unused():
+                with changed_environment(_ray_environment(folder)), _changed_processes(forks, folder):
                     started.enter_context(session)
                 break
             except Exception as error:
@@ -294,12 +298,14 @@ def _object_store(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _without_unused() -> Iterator[None]:
+def _changed_processes(forks: ForkServer | None, folder: Path) -> Iterator[None]:
     """Keep a Ray that starts in the block from starting processes that a private Ray does not need.
 
-    They are an autoscaler, a log monitor that sends output to the driver, the server of a disabled dashboard, and two
-    node agents on whose ports a start waits. They take 5 s of CPU at every start, and Ray has no option against them.
-    The replaced methods are private. A Ray without such a method starts as usual.
+    forks: server that forks the workers; None: they start as usual. folder: this Ray's own.
+
+    The processes are an autoscaler, a log monitor that sends output to the driver, the server of a disabled dashboard,
+    and two node agents on whose ports a start waits. They take 5 s of CPU at every start, and Ray has no option against
+    them. The replaced methods are private. A Ray without such a method starts as usual.
     """
     try:
         from ray._private import services
@@ -307,6 +313,11 @@ def _without_unused() -> Iterator[None]:
     except ImportError:
         yield
         return
+
+    def change(option: str) -> str:
+        changed_option = _with_idle_agent(option)
+        return _with_forked_workers(changed_option, forks, folder) if forks else changed_option
+
     with ExitStack() as stack:
         for name in filter(partial(hasattr, Node), _UNUSED):
             stack.callback(setattr, Node, name, getattr(Node, name))
@@ -314,13 +325,28 @@ def _without_unused() -> Iterator[None]:
         if hasattr(services, _STARTER):
             start = getattr(services, _STARTER)
             stack.callback(setattr, services, _STARTER, start)
-            setattr(services, _STARTER, partial(_start_with_idle_agents, start))
+            setattr(services, _STARTER, partial(_start_changed, start, change))
         yield
 
 
-def _start_with_idle_agents(start: Callable[..., Any], command: list[str], *arguments: Any, **options: Any) -> Any:
-    """Start a process of Ray by calling `start`. Options of a raylet that name an agent get an idle agent."""
-    return start([_with_idle_agent(option) for option in command], *arguments, **options)
+def _start_changed(
+    start: Callable[..., Any], change: Callable[[str], str], command: list[str], *arguments: Any, **options: Any
+) -> Any:
+    """Start a process of Ray by calling `start`, with each word of its command changed."""
+    return start([change(word) for word in command], *arguments, **options)
+
+
+def _with_forked_workers(option: str, forks: ForkServer, folder: Path) -> str:
+    """Return a raylet's option, changed so that `forks` forks the workers, and none is started before it is asked for.
+
+    A driver's connection waits for workers that are started before, and so for their imports.
+    """
+    name, _, value = option.partition("=")
+    if name == "--num_prestart_python_workers":
+        return f"{name}=0"
+    if name == "--python_worker_command":
+        return f"{name}={subprocess.list2cmdline(forks.command(shlex.split(value), folder))}"
+    return option
 
 
 def _with_idle_agent(option: str) -> str:

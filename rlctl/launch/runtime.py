@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from rlctl.cluster.remote_scripts.logs import NODES
 from rlctl.config.run_weights import ADAPTER_CONFIG, is_adapter
 from rlctl.dashboard.state import read_state
+from rlctl.launch.worker_imports import preload_workers
 from rlctl.preflight.machine import Device, RunMachine
 from rlctl.preflight.placement import (
     NodeResources,
@@ -30,6 +31,7 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.code_cache import forget_old_code
 from rlctl.utils.devices import count_gpus, device_memory, usable_cores, visible_gpus
 from rlctl.utils.files import write_whole
+from rlctl.workers.preloading import ForkServer
 from rlctl.workers.reaper import leftovers, sweep
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class HeldSlots:
     memory: int | None
     # Ray's reservation on a cluster; None on this machine.
     reservation: "Reservation | None" = None
+    # Server that forks the workers; None if they start as usual.
+    forks: ForkServer | None = None
 
     @property
     def machine(self) -> RunMachine:
@@ -145,7 +149,11 @@ class LocalRuntime:
     def slots(self, session: "Session", resources: ResourceRequest) -> Iterator[HeldSlots]:
         """Choose devices. Raises PlacementError, with the arithmetic, if there are too few."""
         placement = place(this_machine(count_gpus()), resources)
-        yield HeldSlots(placement, device_memory() if placement.device == "cuda" else None)
+        memory = device_memory() if placement.device == "cuda" else None
+        config = session.config
+        engine = session.settled.sampling.config.generation.engine.name if session.settled.sampling else None
+        with preload_workers(placement, config.trainer.backend, engine, session.logs) as forks:
+            yield HeldSlots(placement, memory, forks=forks)
 
     @contextmanager
     def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:
@@ -159,7 +167,8 @@ class LocalRuntime:
                 sweep([leftover.path])
                 session.events.emit("warning", what=f"removed what a killed run left: {leftover}")
             with session.starting("ray"):
-                reaper = stack.enter_context(local_ray(session.logs, session.lose, session.config.run.deadline_s))
+                deadline_s = session.config.run.deadline_s
+                reaper = stack.enter_context(local_ray(session.logs, session.lose, deadline_s, held_slots.forks))
 
             def make_folder(prefix: str, root: str | None) -> str:
                 return str(stack.enter_context(reaper.folder(prefix, root)))

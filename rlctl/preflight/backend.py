@@ -174,6 +174,11 @@ def backend_of(trainer: TrainerSection) -> Backend:
     return _load_backend(trainer.backend)
 
 
+def trainer_module(backend: str) -> str:
+    """Return the name of the module with a backend's `TRAINER`."""
+    return f"rlctl.training.{backend}.trainer"
+
+
 def layout_of(trainer: TrainerSection) -> Layout:
     """Return how the trainer's ranks share the work."""
     return backend_of(trainer).layout(trainer)

@@ -24,7 +24,7 @@ from torch import Tensor
 from rlctl.config.run_weights import is_adapter
 from rlctl.models.layer_kinds import suspects
 from rlctl.models.parameter_table import Layout, ParameterTable, TensorRow
-from rlctl.preflight.backend import backend_of
+from rlctl.preflight.backend import backend_of, trainer_module
 from rlctl.preflight.declared_columns import Role
 from rlctl.refit.weight_source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
@@ -441,7 +441,7 @@ class TrainerRank(ABC):
 
 def make_trainer(spec: TrainerSpec) -> TrainerRank:
     """Build the rank's trainer: `TRAINER` of rlctl.training.BACKEND.trainer. One that fails leaves no process group."""
-    trainer_class: type[TrainerRank] = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER
+    trainer_class: type[TrainerRank] = importlib.import_module(trainer_module(spec.config.backend)).TRAINER
     try:
         return trainer_class(spec)
     except Exception:

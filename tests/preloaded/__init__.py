@@ -1,100 +1,63 @@
-"""Workers of Ray that begin with torch and vLLM imported: forked from a process of the suite.
+"""Server of the suite: it makes the imports of workers once, and forks the workers of all runs of all tests.
 
-A worker of a run imports for 2 to 6 s of CPU before it does anything. In a suite of some sixty runs and engines this
-was half of the time. A server imports once. `hook/sitecustomize.py` runs at the start of each Python of a test, and has
-a server fork the process that Ray asked for. From then on the process is as any other: its arguments, environment,
-folder, files and signals are those that Ray gave, and it imports Ray and rlctl by itself.
-
-There is one server for engines and one for other workers: torch and OpenMP read a part of their environment once, at
-their import. Tests of how processes start and end ask for the fixture `ordinary_workers`.
+A run of a user starts such a server by itself (rlctl/launch/worker_imports.py). In the suite these imports would be
+half of the time. Tests of starts and ends use the fixture `ordinary_workers`: their runs start servers as a user's do.
 """
 
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from rlctl.generation.vllm.kind import environment
+from rlctl.launch.worker_imports import SHARED_SERVER, engine_stage, trainer_stage
+from rlctl.workers.preloading import start_server
 
-# Environment variable with the folder of the servers' sockets, for the hook. If unset, workers start as for a user.
-FOLDER = "RLCTL_TEST_PRELOADED"
-HERE = Path(__file__).parent
-MODULES = {
-    "worker": ["torch.distributed.fsdp", "transformers"],
-    "engine": [
-        "torch.distributed.fsdp",
-        "transformers",
-        "vllm.engine.arg_utils",
-        "vllm.v1.engine.llm_engine",
-        "vllm.v1.worker.cpu_worker",
-    ],
-}
+# Name of the pipe in the server's folder that the suite's first process keeps open. The server ends with this process.
+PIPE = "suite"
 
 
 def prepare() -> None:
-    """Set the environment that all processes of the suite inherit, in its first process alone.
+    """Make the server's folder, in the suite's first process alone.
 
     With a CUDA device all workers are ordinary ones: a process that uses such a device must not fork.
     """
-    if FOLDER in os.environ or Path("/dev/nvidiactl").exists():
+    if SHARED_SERVER in os.environ or Path("/dev/nvidiactl").exists():
         return
-    folder = Path(tempfile.mkdtemp(prefix="rlp-"))
-    (folder / "suite").write_text(str(os.getpid()))
-    os.environ[FOLDER] = str(folder)
-    paths = [str(HERE / "hook")]
-    if "PYTHONPATH" in os.environ:
-        paths.append(os.environ["PYTHONPATH"])
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ[SHARED_SERVER] = tempfile.mkdtemp(prefix="rlp-")
+    pipe = Path(os.environ[SHARED_SERVER]) / PIPE
+    os.mkfifo(pipe)
+    os.open(pipe, os.O_RDWR)
 
 
-def start_servers() -> None:
-    """Start the servers, if no process of the suite has yet. They end with the suite.
-
-    A worker waits until its server answers.
-    """
-    if FOLDER not in os.environ:
+def start() -> None:
+    """Start the server, if no process of the suite has yet. Workers wait until it answers."""
+    if SHARED_SERVER not in os.environ:
         return
-    folder = Path(os.environ[FOLDER])
+    folder = Path(os.environ[SHARED_SERVER])
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for kind, modules in MODULES.items():
-            if not (folder / f"{kind}.pid").exists():
-                start_server(folder, kind, modules)
+        if (folder / "stage-0.pid").exists():
+            return
+        stdin = os.open(folder / PIPE, os.O_RDONLY)
+        start_server([trainer_stage("fsdp"), engine_stage("vllm")], folder, folder / "imports.log", stdin)
+        os.close(stdin)
 
 
-def start_server(folder: Path, kind: str, modules: list[str]) -> None:
-    suite = (folder / "suite").read_text()
-    # A trainer sets its number of threads itself after the fork.
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if kind == "engine":
-        variables |= environment("cpu", [])
-    command = [sys.executable, "-m", "tests.preloaded.server", str(folder / kind), suite, *modules]
-    with (folder / f"{kind}.log").open("w") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=HERE.parents[1], env=variables, start_new_session=True
-        )
-    (folder / f"{kind}.pid").write_text(str(server.pid))
-
-
-def describe_lost_servers() -> list[str]:
-    """Return a line for each server that has ended before the suite: later workers started as for a user."""
-    if FOLDER not in os.environ:
+def describe_lost_stages() -> list[str]:
+    """Return a line for each process of the server that has ended before the suite: later workers started as usual."""
+    if SHARED_SERVER not in os.environ:
         return []
+    folder = Path(os.environ[SHARED_SERVER])
     lost = []
-    for pid_file in Path(os.environ[FOLDER]).glob("*.pid"):
+    for pid_file in folder.glob("*.pid"):
         if not Path(f"/proc/{pid_file.read_text()}").exists():
-            log = pid_file.with_suffix(".log").read_text().strip()
-            lost.append(f"the server of preloaded {pid_file.stem} processes has ended before the suite: {log[-2000:]}")
+            log = (folder / "imports.log").read_text().strip()
+            lost.append(f"the server of workers has lost its {pid_file.stem} before the suite ended: {log[-2000:]}")
     return lost
 
 
 def remove_folder() -> None:
-    """Remove the servers' folder, in the suite's first process alone."""
-    if FOLDER not in os.environ:
-        return
-    folder = Path(os.environ[FOLDER])
-    if (folder / "suite").read_text() == str(os.getpid()):
-        shutil.rmtree(folder)
+    """Remove the server's folder, in the suite's first process alone."""
+    if SHARED_SERVER in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ[SHARED_SERVER])

@@ -110,8 +110,8 @@ def can_connect(path: str) -> bool:
 
 def test_files_of_a_run_are_below_folders_that_only_its_user_enters(run: Run) -> None:
     folders = private_folders(run)
-    # Ray's, its token's, and that of weights in transit.
-    assert len(folders) == 3
+    # Ray's, its token's, that of weights in transit, and that of the server that forks workers.
+    assert len(folders) == 4
     assert Path("/dev/shm") in {folder.parent for folder in folders}
     assert {folder.stat().st_mode & 0o777 for folder in (*folders, run.path)} == {0o700}
     # Below, Ray opens its own folder to everybody.

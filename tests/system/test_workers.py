@@ -22,9 +22,11 @@ import rlctl.workers.compiled_graph
 import rlctl.workers.group
 from rlctl.config.schema import CompiledGraphSection
 from rlctl.launch.assemble_sft import ordinary_if_it_fails
+from rlctl.launch.worker_imports import SHARED_SERVER
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.utils.event_loop import EventLoop
+from rlctl.workers import fork_server
 from rlctl.workers.compiled_graph import GraphBroken, GraphUnavailable
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -330,16 +332,16 @@ def test_a_signal_makes_a_worker_say_where_it_is(ray_here: Path, tmp_path: Path)
         workers.kill()
 
 
-@pytest.mark.skipif("preloaded.FOLDER not in os.environ", reason="with a CUDA device workers start as for a user")
+@pytest.mark.skipif(SHARED_SERVER not in os.environ, reason="with a CUDA device workers start as usual")
 def test_workers_of_the_suite_are_forked_from_a_server_with_their_imports_done(ray_here: Path, tmp_path: Path) -> None:
     """A server that is lost would make the suite twice as slow, and nothing else would show it."""
     workers = make_group(tmp_path, compiled=False)
     try:
         server = psutil.Process(workers.workers[0].pid()).parent()
-        assert server is not None and "tests.preloaded.server" in server.cmdline()
+        assert server is not None and fork_server.__file__ in server.cmdline()
     finally:
         workers.kill()
-    assert preloaded.describe_lost_servers() == []
+    assert preloaded.describe_lost_stages() == []
 
 
 def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here: Path) -> None:

@@ -48,4 +48,11 @@ def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ())
     return {**env, "CUDA_VISIBLE_DEVICES": ",".join([*devices, *beside])}
 
 
-KIND = EngineKind(make_vllm_engine, environment, VllmOptions)
+# Modules of vLLM that an engine on a CPU imports while it is built.
+_IMPORTS = (
+    "rlctl.generation.vllm.engine",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
+KIND = EngineKind(make_vllm_engine, environment, _IMPORTS, VllmOptions)

@@ -20,10 +20,10 @@ from rlctl.launch.local_ray import (
     _NEEDED_NAMES,
     _UNUSED,
     RayTooSlow,
+    _changed_processes,
     _needed_processes,
     _watch_processes,
     _with_idle_agent,
-    _without_unused,
     local_ray,
     ray_session,
 )
@@ -104,7 +104,9 @@ def test_a_start_that_stays_too_slow_ends_with_the_key_to_raise(
 
 
 @pytest.mark.parametrize("missing", ["a method", "the module"])
-def test_a_ray_without_the_private_methods_starts_in_its_own_way(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_without_the_private_methods_starts_in_its_own_way(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ray._private.node import Node
 
     ray_methods = {name: getattr(Node, name) for name in _UNUSED}
@@ -112,7 +114,7 @@ def test_a_ray_without_the_private_methods_starts_in_its_own_way(missing: str, m
         monkeypatch.setitem(sys.modules, "ray._private.node", None)
     else:
         monkeypatch.delattr(Node, _UNUSED[0])
-    with _without_unused():
+    with _changed_processes(None, tmp_path):
         unchanged_names = [name for name in _UNUSED if getattr(Node, name, None) is ray_methods[name]]
         expected_names = list(_UNUSED) if missing == "the module" else []
         assert unchanged_names == expected_names
