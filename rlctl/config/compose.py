@@ -52,6 +52,8 @@ OPTIONAL_SECTIONS = {
 }
 # Key of a mapping with any keys -> file of defaults of each value.
 _ENTRIES = {"teachers": "teacher", "roles": "role"}
+# Section of a file of defaults for names that have no section there.
+_OTHER_NAMES = "other"
 # Sections without a file of defaults that may also be written as a bare name.
 _NAME_SECTIONS = ("agent", "sandbox")
 
@@ -84,7 +86,8 @@ def defaults_of(kind: str, name: str) -> ConfigNode:
     """Return the defaults for `name` from configs/KIND.yaml, for example kind "loss" and name "gspo"."""
     root = read_file(CONFIGS / f"{kind}.yaml")
     assert isinstance(root.value, dict)
-    return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
+    own_defaults = root.value.get(name, root.value.get(_OTHER_NAMES, ConfigNode({}, root.origin)))
+    return merge(root.value["all"], own_defaults)
 
 
 def _add_defaults(root: ConfigNode) -> ConfigNode:

@@ -10,21 +10,57 @@ from rlctl.config.role_schema import DistillationSection
 
 
 @dataclass
-class RewardSection:
-    name: str = spec(
-        "A built-in reward (exact, regex, math_verify, reasoning_gym) or a function: module:function or "
-        "file.py:function.",
-        path="plugin",
-    )
+class RewardEntry:
+    """Keys of every reward."""
+
+    name: str
     weight: float = spec("The factor of this reward in the sum of all.")
     correct_at: float | None = spec(
         "This reward decides if an answer is right: it is where the reward, before its weight, is at least this value. "
         "If it is null in every reward, the first one decides, at 1."
     )
+
+
+@dataclass
+class RewardSection(RewardEntry):
+    name: str = spec(
+        "A built-in reward (exact, regex, math_verify, reasoning_gym), model, or a function: module:function or "
+        "file.py:function.",
+        path="plugin",
+    )
     pattern: str | None = spec(
         "Only for regex: the pattern whose first group is compared with the answer. It is null for every other reward."
     )
     timeout_s: float = seconds("A reward that takes longer than this, in seconds, has failed for that rollout.", gt=0)
+
+
+@dataclass
+class ModelRewardSection(RewardEntry):
+    name: Literal["model"] = spec("A reward model: its output at the last token of the conversation.")
+    path: str = spec(
+        "The model: a Hugging Face folder or hub name of a sequence or token classifier with one label, with its own "
+        "tokenizer and chat template.",
+        path="model",
+    )
+    place: Literal["auto", "resident", "engines"] = spec(
+        "The place of its weights. resident keeps the model in the trainer's ranks, which value the rollouts of a step "
+        "after the last one ended. engines is a pool of engines, on further GPUs, that values rollouts as their groups "
+        "end. auto is resident."
+    )
+    num_engines: int = spec("Only with place engines: the number of engines.", ge=1)
+    tensor_parallel_size: int = spec("Only with place engines: the GPUs of each engine.", ge=1)
+    max_length: int | None = spec(
+        "The most tokens of a conversation. A longer one fails, and is counted. null is twice the longest sequence of "
+        "the policy. The model's own limit is never exceeded.",
+        ge=2,
+    )
+    over: Literal["rollout", "turns"] = spec(
+        "The value of an episode: the score of the whole conversation (rollout), or the mean of the scores at the end "
+        "of each turn of the policy (turns)."
+    )
+
+
+AnyRewardSection = ModelRewardSection | RewardSection
 
 
 @dataclass

@@ -2,10 +2,14 @@
 imported.
 """
 
-from rlctl.config.grpo_schema import RewardSection
+from collections.abc import Sequence
+
+from rlctl.config.grpo_schema import ModelRewardSection, RewardEntry
 
 # Name in the config -> function that builds the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
+# Names of rewards that score without a reference answer.
+_WITHOUT_ANSWERS = ("model", "reasoning_gym")
 # Prefix of a data set's path (before the colon) -> class that generates its rows.
 ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
 # Name in the config -> class of the loss; below, of the advantage.
@@ -54,6 +58,7 @@ METRICS = (
     "rlctl.training.metric_rows",
     "rlctl.run.health",
     "rlctl.environments.metric_rows",
+    "rlctl.rewards.metric_rows",
     "rlctl.grpo.metric_rows",
     "rlctl.grpo.losses.sections",
     "rlctl.sft.metric_rows",
@@ -84,19 +89,24 @@ OVERLONG = "overlong"
 ENVIRONMENT_REWARD = "environment"
 
 
-def needs_answers(rewards: list[RewardSection]) -> bool:
-    """Return True if a reward needs the reference answer. A user's reward and reasoning_gym may score without one."""
-    return any(":" not in reward.name and reward.name != "reasoning_gym" for reward in rewards)
+def needs_answers(rewards: Sequence[RewardEntry]) -> bool:
+    """Return True if a reward needs the reference answer: a built-in one, but not a model or reasoning_gym."""
+    return any(":" not in reward.name and reward.name not in _WITHOUT_ANSWERS for reward in rewards)
 
 
-def reward_names(rewards: list[RewardSection]) -> list[str]:
+def reward_names(rewards: Sequence[RewardEntry]) -> list[str]:
     """Return each reward's name in metrics and rollouts: the function's name. A second `regex` becomes `regex-2`."""
     names = [reward.name.rpartition(":")[2] for reward in rewards]
     numbers = [names[: index + 1].count(name) for index, name in enumerate(names)]
     return [name if number == 1 else f"{name}-{number}" for name, number in zip(names, numbers)]
 
 
-def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
+def model_rewards(rewards: Sequence[RewardEntry]) -> dict[int, ModelRewardSection]:
+    """Return index -> section of each reward that is a reward model."""
+    return {index: reward for index, reward in enumerate(rewards) if isinstance(reward, ModelRewardSection)}
+
+
+def correctness(rewards: Sequence[RewardEntry]) -> tuple[int, float]:
     """Return (index, threshold) of the reward that decides if an answer is right. Default: the first reward, at 1."""
     for index, reward in enumerate(rewards):
         if reward.correct_at is not None:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from rlctl.config.data_schema import DataSection
 from rlctl.config.environment_schema import AgentSection, EnvironmentSection
 from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
-from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, AsyncSection, GenerationSection, GrpoSection, RefitSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import SANDBOXED, needs_answers
 from rlctl.config.role_schema import DistillationSection, ReferenceSection, RoleSection, TeacherSection
@@ -174,7 +174,7 @@ class GrpoConfig:
     run: RunSection = spec("The run itself: name, folder, seed, deadlines, restarts.")
     model: ModelSection = spec("The policy.")
     data: DataSection = spec("The prompts.")
-    rewards: list[RewardSection] = spec(
+    rewards: list[AnyRewardSection] = spec(
         "The rewards, summed by weight. One reward decides which answers are right (correct_at). [] is for a run that "
         "learns from grpo.loss.distillation alone."
     )

@@ -26,7 +26,7 @@ _VERY_NEAR = 0.9
 # Fewest letters of a word that counts as a form of a longer one.
 _SHORTEST_FORM = 3
 # Sections of the models besides the policy.
-_OTHER_MODELS = ("reference", "teacher", "teachers", "roles")
+_OTHER_MODELS = ("reference", "teacher", "teachers", "roles", "rewards")
 # One-word names that are clear without their section. Others, such as `type`, `enabled` or `path`, are not.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
 

@@ -10,7 +10,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.load_data import end_tokens, load_chat
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
-from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, digest_of_rows, refuse_reward_models
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
@@ -54,6 +54,7 @@ class Evaluation:
         self.target = target
         self._emit = emit
         first = next(iter(settings.values())).settled.config
+        refuse_reward_models(first)
         self._files = ModelFiles.prepare(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.chat)
         self._stops = end_tokens(first, self._chat).stops

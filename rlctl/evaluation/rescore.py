@@ -26,6 +26,7 @@ from rlctl.evaluation.store import (
     EvaluationFolder,
     digest_of,
     digest_of_rows,
+    refuse_reward_models,
 )
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.grpo.metric_rows import HELD_OUT_PROMPTS
@@ -134,6 +135,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     config = composed.settled.config
     if config.has_turns:
         raise EvaluationError("environment: episodes are not scored again: their reward is in part the environment's")
+    refuse_reward_models(config)
     groups, inputs = _read_groups(answers, config)
     rows = digest_of_rows([group.task for group in groups])
     name = f"step_{answers.step}--{answers.data}--rescored-{digest_of(composed.values(), answers.target, rows)}"

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import UserError
+from rlctl.config.plugins import model_rewards
+from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
@@ -43,6 +45,13 @@ class EvaluationError(UserError):
 
 class DamagedResult(EvaluationError):
     """A result with a file that does not match its manifest. The text is one line with the file's name."""
+
+
+def refuse_reward_models(config: GrpoConfig) -> None:
+    """Raise EvaluationError if a reward is a model, for which an evaluation has no place."""
+    for index in model_rewards(config.rewards):
+        remedy = "give other rewards, for example 'rewards=[{name: exact}]'"
+        raise EvaluationError(f"rewards.{index}: an evaluation loads no reward model; {remedy}")
 
 
 def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:

@@ -53,7 +53,7 @@ def score_by_models(
 
 def score_on_engines(scores: FrozenScores, samples: Sequence[TrainingSample]) -> list[LogProbs]:
     """Return the log-probs of each sample under a model on engines, float32 [T]."""
-    return scores.log_probs([GivenTokens(sample.tokens, sample.mask) for sample in samples])
+    return scores.scores([GivenTokens(sample.tokens, sample.mask) for sample in samples])
 
 
 def begin_scores(config: GrpoConfig, score: ScoreGroups, frozen: Mapping[Role, FrozenScores]) -> ScoreGroups:

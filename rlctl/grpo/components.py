@@ -9,6 +9,7 @@ from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.preflight.declared_columns import Role
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.frozen_scores import FrozenScores
+from rlctl.rollout.model_rewards import ModelRewards
 from rlctl.rollout.runner import RolloutRunner
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.types import Decode
@@ -48,6 +49,8 @@ class GrpoComponents:
     monitor: ResourceMonitor
     # Models on engines that score, by role.
     frozen: Mapping[Role, FrozenScores]
+    # Reward models; None without any.
+    model_rewards: ModelRewards | None
     # Decodes tokens to text, including special tokens, for records.
     decode: Decode
     # Returns the most common cause of failed rewards or episodes; empty if none failed.

@@ -25,7 +25,7 @@ from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation, find_unreached_accuracy
 from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, Role, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
-from rlctl.rollout.buffer import RolloutBuffer
+from rlctl.rollout.buffer import RolloutBuffer, ScoreGroups
 from rlctl.rollout.types import RolloutGroup
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
@@ -64,7 +64,7 @@ class GrpoLoop(Loop):
             parts.source,
             parts.dispatcher,
             parts.runner,
-            begin_scores(config, training_score(config, parts.score), parts.frozen),
+            begin_scores(config, self._score_ended(parts.score), parts.frozen),
             parts.recorder.events.emit,
             teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
         )
@@ -97,6 +97,18 @@ class GrpoLoop(Loop):
         if step.left_out:
             self._details["non_finite"] = f"first {step.left_out[0]}"
 
+    def _score_ended(self, score: ScoreGroups) -> ScoreGroups:
+        """Return the function that scores groups as they end. With reward models a step completes the scores."""
+        model_rewards = self._parts.model_rewards
+        if model_rewards is None:
+            return training_score(self._config, score)
+
+        def score_and_begin(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+            model_rewards.begin(groups)
+            return score(groups)
+
+        return score_and_begin
+
     def _say_not_replaced(self, step: GrpoStep) -> None:
         """Warn once if groups that teach nothing kept their place in a step, because its budget was used up."""
         rules = self._config.grpo.dynamic_sampling
@@ -115,12 +127,16 @@ class GrpoLoop(Loop):
             yield self._parts_as_they_come(step)
             return
         groups = self._buffer.take(step.version, step.waiting)
-        batch = step.batch(groups)
         compared = [] if self._config.async_.enabled else self._sample_parity(step, step.version)
         if self._parts.pool.sleeps:
             with step.phase("sleep"):
                 self._parts.pool.rest()
         self._compare_parity(step, compared)
+        if self._parts.model_rewards:
+            with step.phase("reward"):
+                groups = training_score(self._config, self._parts.model_rewards)(groups)
+            step.measured |= self._parts.model_rewards.metrics
+        batch = step.batch(groups)
         # The columns of the whole step are computed before its first update changes the weights.
         if self._columns and batch.sequences:
             with step.phase("log_probs"):
@@ -195,7 +211,7 @@ class GrpoLoop(Loop):
             return
         with parts.recorder.validation(self.done) as metrics:
             validation = Validation(self._config, parts.dispatcher, parts.runner, parts.score, parts.validation)
-            groups = validation.groups(self.done)
+            groups = self._value_held_out(validation.groups(self.done))
             metrics |= validation_metrics(groups)
         parts.recorder.warn_once("accuracy", find_unreached_accuracy(groups, self._config, self.done))
         parts.recorder.groups(
@@ -203,6 +219,19 @@ class GrpoLoop(Loop):
             "validation",
             lambda n, tokens: group_records(groups[:n], parts.decode, recorded_keys(self._config, tokens)),
         )
+
+    def _value_held_out(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups of a validation with the values of reward models."""
+        model_rewards = self._parts.model_rewards
+        if model_rewards is None:
+            return groups
+        rests = model_rewards.needs_ranks and self._parts.pool.sleeps
+        if rests:
+            self._parts.pool.rest()
+        groups = model_rewards(groups)
+        if rests:
+            self._parts.pool.sync(self.done)
+        return groups
 
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)

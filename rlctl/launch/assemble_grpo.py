@@ -1,5 +1,6 @@
 """Assembly of the parts that only a GRPO run has: its tasks, and the parity check of trainer and engines."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,16 +11,18 @@ from rlctl.data.load_data import RunRows
 from rlctl.data.tasks import Task
 from rlctl.launch.loading import RunData, load_run_tasks
 from rlctl.launch.precompile import precompile, precompiles
+from rlctl.launch.roles import RoleFiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.declared_columns import users_metrics
+from rlctl.preflight.declared_columns import Role, users_metrics
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.run.fingerprint import digest_rows
 
 if TYPE_CHECKING:
+    from rlctl.grpo.components import GrpoComponents
     from rlctl.grpo.loop import GrpoLoop
     from rlctl.telemetry.resource_monitor import ResourceMonitor
     from rlctl.training.trainer_group import TrainerGroup
@@ -33,6 +36,8 @@ class GrpoParts:
     settled: SettledGrpo
     files: ModelFiles
     sampling: SamplingParts
+    # Models of the run's roles besides the policy.
+    role_files: Mapping[Role, RoleFiles]
     probe_only: bool
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
@@ -43,6 +48,7 @@ class GrpoParts:
         with session.starting("data"):
             data = load_run_tasks(self.settled, rows, chat, session.events.emit)
         session.depend_on_rows(digest_rows(data.train))
+        self.sampling.load_encoders(self.role_files)
         self.sampling.try_on(data.train[0])
         advantage_line, failed = try_advantage(self.settled.config)
         if failed:
@@ -83,6 +89,7 @@ class GrpoParts:
         monitor = self._monitor(placement.device, trainer)
         with ExitStack() as stack:
             dispatcher, runner = sampling.open(stack)
+            frozen = sampling.open_scoring(dispatcher.events, stack)
             components = GrpoComponents(
                 trainer=trainer,
                 pool=pool,
@@ -94,11 +101,13 @@ class GrpoParts:
                 recorder=session.recorder,
                 devices=devices,
                 monitor=monitor,
-                frozen=sampling.open_scoring(dispatcher.events, stack),
+                frozen=frozen,
+                model_rewards=sampling.open_reward_models(trainer, frozen),
                 decode=sampling.decode,
                 failure_cause=self._failure_cause,
                 tool_cause=self._tool_cause,
             )
+            self._try_reward_models(components, data)
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
                     gap = probe(
@@ -120,6 +129,19 @@ class GrpoParts:
             stack.pop_all()
         session.recorder.declare(users_metrics(settled.config))
         return GrpoLoop(settled, components, session.stops, bound)
+
+    def _try_reward_models(self, components: "GrpoComponents", data: RunData[Task]) -> None:
+        """Value the first task's own answer by each reward model. Raises RewardError."""
+        from rlctl.rollout.scoring import sample_item
+
+        if components.model_rewards is None:
+            return
+        if components.model_rewards.needs_ranks and components.pool.sleeps:
+            components.pool.rest()
+        with self.session.starting("reward model"):
+            values = components.model_rewards.try_on(sample_item(data.train[0]))
+        text = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        self.session.events.emit("data", what=f"the first row's own answer has the value {text}")
 
     def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
         from rlctl.generation.engine import Engine

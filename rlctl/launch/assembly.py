@@ -151,7 +151,7 @@ def _start(
         sampling = SamplingParts(session, placed.sampling, files, scorer, environments)
     parts: AlgorithmParts
     if placed.grpo and sampling:
-        parts = GrpoParts(session, placed.grpo, files, sampling, probe_only)
+        parts = GrpoParts(session, placed.grpo, files, sampling, role_files, probe_only)
     else:
         assert placed.sft
         parts = SftParts(session, placed.sft, files, sampling)

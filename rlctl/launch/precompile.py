@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.launch.session import Session
 from rlctl.preflight.backend import layout_of
-from rlctl.preflight.roles import TEACHER
+from rlctl.preflight.roles import TEACHER, written_roles
 from rlctl.preflight.settled import Settled
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     term = None
     policy = ("policy",) if "policy" in settled.computed_columns.values() else ()
     on_engines = {name for name, role in settled.placed_roles.items() if role.place == "engines"}
-    roles = policy + tuple(role for role in settled.frozen_roles if role not in on_engines)
+    in_ranks = [role for role in settled.frozen_roles if role not in on_engines]
+    valuing = [role for role in in_ranks if written_roles(settled.config)[role].has_value_head]
+    roles = policy + tuple(role for role in in_ranks if role not in valuing)
     if settled.trainer.teacher:
         # The teacher's pass is part of each update.
         term = settled.config.distillation
@@ -42,4 +44,4 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     with session.starting("warm-up"):
         # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         for warm_up_length in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, warm_up_length, NllLoss(distillation=term), roles)
+            trainer.warm_up(count, warm_up_length, NllLoss(distillation=term), roles, valuing)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlctl.config.errors import ModelError
 from rlctl.config.schema import ModelSection
+from rlctl.models.facts import HeadKind
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.vocabulary import vocabulary_problem
 from rlctl.preflight.declared_columns import Role, RoleModel
@@ -22,6 +23,8 @@ class RoleFiles:
     # Hugging Face folder; or PEFT's, of adapters that replace the policy's.
     folder: str
     facts: RoleFacts
+    # Folder of the model's own tokenizer.
+    tokenizer: str = ""
 
 
 def find_roles(settled: Settled, policy: ModelFiles, run_dir: RunDir) -> dict[Role, RoleFiles]:
@@ -62,9 +65,12 @@ def _find_role(role: WrittenRole, settled: Settled, policy: ModelFiles, run_dir:
     base = role.path if role.lora else None
     # Engines that score serve whole weights.
     is_adapter = facts.is_adapter and role.place != "engines"
-    files = ModelFiles.prepare(section, folder, seed=0, merge=not is_adapter, base=base)
-    if problem := vocabulary_problem(Path(policy.chat), Path(files.chat), files.facts.sizes.vocab):
-        raise ModelError(problem)
+    head: HeadKind = "value" if role.has_value_head else "causal"
+    files = ModelFiles.prepare(section, folder, seed=0, merge=not is_adapter, base=base, head=head)
+    if not role.has_value_head:
+        problem = vocabulary_problem(Path(policy.chat), Path(files.chat), files.facts.sizes.vocab)
+        if problem:
+            raise ModelError(problem)
     difference = first_difference(Path(policy.folder), Path(files.folder))
     found_facts = RoleFacts(files.facts.sizes, difference, is_adapter=is_adapter)
-    return RoleFiles(files.adapter or files.folder, found_facts)
+    return RoleFiles(files.adapter or files.folder, found_facts, tokenizer=files.chat)

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.config.plugins import model_rewards
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.end_tokens import EndTokens
@@ -24,7 +25,7 @@ from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.declared_columns import Role
 from rlctl.preflight.placement import Placement, transport_of
-from rlctl.preflight.roles import scoring_roles
+from rlctl.preflight.roles import reward_role, scoring_roles, written_roles
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES
 from rlctl.utils.event_loop import EventLoop
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.episode_setup import EpisodeSetup
     from rlctl.rollout.frozen_scores import FrozenScores
+    from rlctl.rollout.model_rewards import ConversationEncoder, ModelRewards
     from rlctl.rollout.runner import Engines, RolloutRunner
     from rlctl.rollout.scoring import GroupScorer
     from rlctl.rollout.types import Decode
@@ -83,6 +85,8 @@ class SamplingParts:
     pool: "GeneratorPool" = field(init=False)
     # Engines that score, by the role of their model.
     scoring: "dict[Role, GeneratorPool]" = field(default_factory=dict)
+    # Encoders of the run's reward models, by the index of the reward.
+    encoders: "dict[int, ConversationEncoder]" = field(default_factory=dict)
 
     @property
     def config(self) -> GrpoConfig:
@@ -107,6 +111,19 @@ class SamplingParts:
         if self.config.rewards:
             with session.starting("rewards"):
                 self.scorer.try_on_sample(sample_item(first))
+
+    def load_encoders(self, role_files: Mapping[Role, RoleFiles]) -> None:
+        """Load the tokenizers of the reward models. Raises DataError."""
+        from rlctl.launch.reward_models import load_encoder
+
+        for index, section in model_rewards(self.config.rewards).items():
+            role = written_roles(self.config)[reward_role(index)]
+            with self.session.starting(f"{role.name}: tokenizer"):
+                encoder = load_encoder(section, role, role_files[role.name], self.settled.max_length)
+            if encoder.chat.template is None:
+                text = f"{role.name}: its tokenizer has no chat template: the texts of the messages follow each other"
+                self.session.events.emit("warning", what=text)
+            self.encoders[index] = encoder
 
     def start_engines(self, allocation: Allocation) -> "GeneratorPool":
         """Start the engines without waiting until they are ready. They stop an answer at the tokens of `ends`."""
@@ -204,10 +221,22 @@ class SamplingParts:
                 temperature=config.generation.temperature,
                 longest=pool.longest,
                 max_age=config.async_.max_age,
+                has_value_head=written_roles(config)[role].has_value_head,
             )
             stack.callback(scores.close)
             frozen[role] = scores
         return frozen
+
+    def open_reward_models(
+        self, trainer: "TrainerGroup", frozen: "Mapping[Role, FrozenScores]"
+    ) -> "ModelRewards | None":
+        """Return the run's reward models; None without any. frozen: result of `open_scoring`."""
+        from rlctl.launch.reward_models import open_reward_models
+
+        if not self.encoders:
+            return None
+        decode = decoder(self.chat.tokenizer, special=False)
+        return open_reward_models(self.config.rewards, self.encoders, frozen, trainer, self.scorer, decode)
 
     @property
     def score(self) -> "GroupScorer":

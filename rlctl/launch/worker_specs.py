@@ -17,7 +17,7 @@ from rlctl.preflight.declared_columns import Role, RoleModel
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_cache_tokens, token_bytes
 from rlctl.preflight.placement import Placement, PlacementSlot, transport_of
-from rlctl.preflight.roles import WrittenRole
+from rlctl.preflight.roles import WrittenRole, longest_sequence_of
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.preflight.trainer_settings import Dtype
 from rlctl.refit.refit import RefitOptions
@@ -151,7 +151,7 @@ def scoring_spec(sampler: EngineSpec, role: WrittenRole, files: RoleFiles) -> En
     """Return the spec of the engines that score with a role's model, the same for all. sampler: the run's engines."""
     sizes = files.facts.sizes
     assert sizes is not None
-    longest = min(sampler.max_model_len, sizes.max_positions)
+    longest = longest_sequence_of(role, sizes, sampler.max_model_len)
     size = role.tensor_parallel_size if sampler.device == "cuda" else 1
     token = token_bytes(sizes, cast(Dtype, sampler.dtype), size)
     cache_bytes = scoring_cache_tokens(cast(Device, sampler.device), longest) * token
@@ -171,7 +171,8 @@ def scoring_spec(sampler: EngineSpec, role: WrittenRole, files: RoleFiles) -> En
         version=0,
         adapters=None,
         adapter_folder=None,
-        scores=True,
+        scores=not role.has_value_head,
+        values=role.has_value_head,
     )
 
 

@@ -14,7 +14,16 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.fields import keys_of, literals
 from rlctl.config.grpo_schema import AdvantageSection, LossSection, UserClassSection, UserEngineSection
 from rlctl.config.plugin_options import load_plugin, plugin_options
-from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE, LOSSES, OVERLONG, reward_names
+from rlctl.config.plugins import (
+    ADVANTAGE_BASE,
+    ADVANTAGES,
+    ENGINES,
+    LOSS_BASE,
+    LOSSES,
+    OVERLONG,
+    model_rewards,
+    reward_names,
+)
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
@@ -39,6 +48,9 @@ def check_rewards(config: GrpoConfig) -> Violations:
         with suppress(BrokenValueError):
             for key, message in check_reward(reward):
                 yield Violation(f"rewards.{index}.{key}", message)
+    if model_rewards(config.rewards) and config.grpo.dynamic_sampling.filter is not None:
+        message = "must be null with a reward model: its values come once all groups of a step are sampled"
+        yield Violation("grpo.dynamic_sampling.filter", message, ("rewards",))
     deciding = [index for index, reward in enumerate(config.rewards) if reward.correct_at is not None]
     if len(deciding) > 1:
         message = f"one reward decides what is right; rewards.{deciding[0]} has a correct_at too: leave one at null"

@@ -14,7 +14,7 @@ from shlex import quote
 
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, did_you_mean, shorten
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import RunConfig
@@ -98,8 +98,10 @@ def _check_dataset(
         yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
 
 
-def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
-    """Yield (key, problem) for each wrong key of one reward."""
+def check_reward(reward: AnyRewardSection) -> Iterator[tuple[str, str]]:
+    """Yield (key, problem) for each wrong key of one reward. `check_roles` has those of a reward model's files."""
+    if isinstance(reward, ModelRewardSection):
+        return
     if reward.name == "regex" and reward.pattern is None:
         yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
     elif reward.pattern is not None and reward.name != "regex":

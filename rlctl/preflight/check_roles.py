@@ -9,6 +9,7 @@ from rlctl.config.role_schema import DistillationSection
 from rlctl.config.run_weights import chat_folder, is_adapter, local_adapter, local_folder
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.adapter_folder import read_config
+from rlctl.models.facts import head_problem
 from rlctl.models.model_sizes import check_config, config_file, sizes_of
 from rlctl.models.vocabulary import count_tokens, vocabulary_problem
 from rlctl.models.weight_headers import check_weights
@@ -148,6 +149,11 @@ def _check_place(settled: Settled, role: WrittenRole) -> Violations:
             yield from _check_engines(settled.grpo, role, facts)
         return
     holds_residents = backend_of(trainer).holds_residents
+    if role.has_value_head:
+        if not holds_residents:
+            message = f"must be engines with trainer.backend={trainer.backend}, which holds no further model"
+            yield Violation(key, message, ("trainer.backend",))
+        return
     if role.place == "resident" and not holds_residents:
         message = f"must be auto or swapped with trainer.backend={trainer.backend}, which holds no further model"
         yield Violation(key, message, ("trainer.backend",))
@@ -168,8 +174,8 @@ def _check_engines(settled: SettledGrpo, role: WrittenRole, facts: RoleFacts) ->
     """Find a role that engines cannot score."""
     key = f"{role.name}.place"
     engine = settled.config.generation.engine
-    if not role.name.startswith(TEACHER):
-        yield Violation(key, f"must be auto, swapped or resident: engines score teachers alone, not the {role.name}")
+    if not role.name.startswith(TEACHER) and not role.has_value_head:
+        yield Violation(key, f"must be auto, swapped or resident: engines do not score with the {role.name}")
     elif settled.machine.device is not None and facts.sizes is not None and role.path is not None:
         refusal = engine_rules(engine).find_refusal(settled.machine.device, role.path, facts.sizes)
         if refusal is not None:
@@ -183,6 +189,9 @@ def _check_model(settled: Settled, role: WrittenRole) -> Violations:
     """
     key = f"{role.name}.path" if role.path else f"{role.name}.lora"
     base = role.path or role.lora or ""
+    if role.has_value_head and local_adapter(base):
+        yield Violation(key, f"{base} is an adapter; needed: a whole model, such as one that it was merged into")
+        return
     if role.lora and (folder := local_folder(role.lora)) and not is_adapter(folder):
         yield Violation(f"{role.name}.lora", f"{role.lora} is no PEFT folder of an adapter; give a model as path")
         return
@@ -200,7 +209,10 @@ def _check_model(settled: Settled, role: WrittenRole) -> Violations:
         check_config(file)
         if os.path.isdir(base):
             check_weights(file.parent)
-        if problem := role_vocabulary_problem(settled, role):
+        if role.has_value_head:
+            if problem := head_problem(file.parent, "value"):
+                yield Violation(key, problem)
+        elif problem := role_vocabulary_problem(settled, role):
             yield Violation(key, problem, ("model.path",))
     except ModelError as error:
         yield Violation(key, str(error))

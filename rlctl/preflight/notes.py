@@ -126,6 +126,8 @@ def _why_not_streamed(settled: SettledGrpo) -> str:
         return f"grpo.updates_per_step is {grpo.updates_per_step}"
     if settled.advantage_scope == "batch":
         return f"grpo.advantage.name is {grpo.advantage.name}, which depends on all groups of the step"
+    if not settled.computed_columns:
+        return "a reward model values the rollouts of a step together"
     return f"{', '.join(settled.computed_columns)} is computed for the whole step before its update"
 
 
@@ -152,7 +154,7 @@ def _idle_offload_keys(settled: Settled) -> dict[str, str]:
     if trainer.offload_optimizer_for_logprob:
         if settled.sft:
             reasons[LOG_PROBS] = "kind is sft"
-        elif not settled.computed_columns:
+        elif "log_probs" not in settled.phases:
             reasons[LOG_PROBS] = "no log-probs are computed before an update"
         elif trainer.offload_optimizer_for_generation and settled.shares_devices:
             reasons[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"

@@ -168,7 +168,7 @@ def _place_scoring(
         if taken_slots is None:
             needed = f"{len(resources.scoring)} CPUs" if is_cpu else f"{sum(resources.scoring)} GPUs"
             room = _describe_free_gpus(nodes)
-            problem = f"{needed} needed for engines that score with a teacher, besides those of the run"
+            problem = f"{needed} needed for engines that score with a model, besides those of the run"
             raise PlacementError(f"{problem}; {room}; place=swapped or resident needs none")
         slots += [PlacementSlot(slot.node) for slot in taken_slots] if is_cpu else taken_slots
     return tuple(slots)

@@ -1,8 +1,8 @@
 """Roles of a run besides the policy: where their sections are, facts of their models, and the place of each.
 
-A role is `reference`, `teacher` or `teachers.NAME`, the name of its section. `read_role_facts` reads files. The rest is
-pure. A swapped pass copies the policy's weights to the host and back, and the role's to the device. A resident pass
-copies only the role's weights to the device, which needs room besides the policy's.
+A role is `reference`, `teacher`, `teachers.NAME` or rewards.0, the name of its section. `read_role_facts` reads files.
+The rest is pure. A swapped pass copies the policy's weights to the host and back, and the role's to the device.
+A resident pass copies only the role's weights to the device, which needs room besides the policy's.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
+from rlctl.config.grpo_schema import ModelRewardSection
+from rlctl.config.plugins import model_rewards
 from rlctl.config.role_schema import Place, RoleSection, TeacherSection
 from rlctl.config.run_weights import local_adapter
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.adapter_folder import read_spec
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
@@ -44,6 +46,10 @@ class WrittenRole:
     # Number of engines that score, and GPUs of each, if the place is engines.
     num_engines: int = 1
     tensor_parallel_size: int = 1
+    # True for a reward model, whose value head values rollouts.
+    has_value_head: bool = False
+    # Most tokens of a conversation that a reward model values; None for the default.
+    max_length: int | None = None
 
     @property
     def weights(self) -> str | None:
@@ -101,7 +107,38 @@ def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
                 num_engines=section.num_engines,
                 tensor_parallel_size=section.tensor_parallel_size,
             )
+    for index, reward in reward_models(config).items():
+        name = reward_role(index)
+        roles[name] = WrittenRole(
+            name,
+            reward.path,
+            lora=None,
+            place=reward.place,
+            num_engines=reward.num_engines,
+            tensor_parallel_size=reward.tensor_parallel_size,
+            has_value_head=True,
+            max_length=reward.max_length,
+        )
     return roles
+
+
+def longest_sequence_of(role: WrittenRole, sizes: ModelSizes, policy_longest: int) -> int:
+    """Return the most tokens of a sequence that a role's model scores. policy_longest: of the policy's sequences."""
+    longest = policy_longest
+    if role.has_value_head:
+        # Another tokenizer may need more tokens for the same text.
+        longest = role.max_length or 2 * policy_longest
+    return min(longest, sizes.max_positions)
+
+
+def reward_models(config: RunConfig) -> dict[int, ModelRewardSection]:
+    """Return index -> section of the entries of `rewards` that are reward models; none in an SFT run."""
+    return model_rewards(config.rewards) if isinstance(config, GrpoConfig) else {}
+
+
+def reward_role(index: int) -> Role:
+    """Return the role of the reward model that is the entry `index` of `rewards`."""
+    return f"rewards.{index}"
 
 
 def read_role_facts(
@@ -162,7 +199,7 @@ class Room:
 
 
 def read_roles(config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles besides the policy that a loss or an advantage reads; each of several teachers."""
+    """Return the roles besides the policy that a loss or an advantage reads, and the reward models."""
     roles: list[Role] = []
     if reads_divergence(config):
         roles.append(TEACHER)
@@ -171,6 +208,7 @@ def read_roles(config: RunConfig) -> tuple[Role, ...]:
             roles += [f"teachers.{name}" for name in config.teachers]
         elif role != "policy":
             roles.append(role)
+    roles += map(reward_role, reward_models(config))
     return tuple(dict.fromkeys(roles))
 
 
@@ -211,10 +249,10 @@ def _place_role(
     reason = f"{swap_s:.2g} s of copies a pass: the policy's weights out and back, and {show_bytes(role_bytes)} in"
     swapped = PlacedRole(role.name, "swapped", reason, HeldRole(role.name, role_bytes, is_resident=False))
     reason = f"{load_s:.2g} s of copies a pass" if load_s else "no copies"
-    if facts.difference is None:
+    if facts.difference is None and not role.has_value_head:
         reason += f", against {swap_s:.2g} s if it were swapped"
     resident = PlacedRole(role.name, "resident", reason, HeldRole(role.name, role_bytes, is_resident=True))
-    can_swap = facts.difference is None
+    can_swap = facts.difference is None and not role.has_value_head
     if role.place == "swapped" or facts.is_adapter or (can_swap and not backend_of(trainer).holds_residents):
         return swapped
     if room.usable is None or room.taken + role_bytes <= room.usable:
@@ -225,6 +263,8 @@ def _place_role(
     remedy = "more trainer.num_ranks hold it"
     if can_swap:
         remedy = f"{role.name}.place=swapped takes no memory of the device"
+    elif role.has_value_head:
+        remedy = f"{role.name}.place=engines has GPUs of its own"
     return replace(resident, problem=f"takes {show_bytes(role_bytes)} of each device {others}: {remedy}")
 
 
@@ -250,7 +290,8 @@ def scoring_roles(config: RunConfig) -> tuple[WrittenRole, ...]:
 
 def _place_on_engines(role: WrittenRole, sizes: ModelSizes, dtype: Dtype, room: Room) -> PlacedRole:
     """Return the role on engines, with the bytes of each device. The role takes nothing of a trainer's device."""
-    items = scoring_bytes(sizes, room.device, dtype, role.tensor_parallel_size, room.longest)
+    longest = longest_sequence_of(role, sizes, room.longest)
+    items = scoring_bytes(sizes, room.device, dtype, role.tensor_parallel_size, longest)
     arithmetic = ", ".join(f"{purpose} {show_bytes(count)}" for purpose, count in items.items())
     devices = role.num_engines * role.tensor_parallel_size
     where = f"{devices} GPUs of its own, each with {arithmetic}" if room.device == "cuda" else arithmetic

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, overload
 
 from rlctl.config.fields import RECIPE
 from rlctl.config.grpo_schema import AdvantageScope, UserLossSection
+from rlctl.config.plugins import model_rewards
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec, choose_targets
@@ -156,6 +157,11 @@ class Settled:
         return place_roles(self.config, self.role_facts, policy=self.facts, trainer=self.trainer, room=room)
 
     @property
+    def values_in_ranks(self) -> bool:
+        """True if a reward model is in the trainer's ranks."""
+        return False
+
+    @property
     def held_roles(self) -> tuple[HeldRole, ...]:
         """Memory of the roles that have a copy of weights. The base below adapters needs none."""
         return tuple(role.held for role in self.placed_roles.values() if role.held)
@@ -164,7 +170,7 @@ class Settled:
     def phases(self) -> tuple[Phase, ...]:
         """Phases of a step of this run, in order. `generate` is one only if engines share the trainer's devices."""
         has_phase = {"generate": self.shares_devices, "refit": self.sampling is not None}
-        has_phase["log_probs"] = bool(self.computed_columns)
+        has_phase["log_probs"] = bool(self.computed_columns) or self.values_in_ranks
         return tuple(phase for phase in PHASES if has_phase.get(phase, True))
 
     @derived
@@ -298,6 +304,11 @@ class SettledGrpo(Settled):
             columns = columns | {PROXIMAL_LOG_PROB.name}
         return roles_by_column(columns)
 
+    @property
+    def values_in_ranks(self) -> bool:
+        """True if a reward model is in the trainer's ranks."""
+        return any(reward.place != "engines" for reward in model_rewards(self.config.rewards).values())
+
     @derived
     def learns_from_rewards(self) -> bool:
         """True if a rollout's advantage may differ from 0. Without it the loss's distillation term alone teaches."""
@@ -324,12 +335,12 @@ class SettledGrpo(Settled):
     def streams_training(self) -> bool:
         """True if a step begins to train before all of its groups are sampled.
 
-        That needs one update a step, no computed columns, and advantages within one group.
+        That needs one update a step, no computed columns, no reward model, and advantages within one group.
         """
         rules = self.config.async_
         if not (rules.enabled and rules.streamed_training and self.config.grpo.updates_per_step == 1):
             return False
-        return not self.computed_columns and self.advantage_scope == "group"
+        return not (self.computed_columns or model_rewards(self.config.rewards)) and self.advantage_scope == "group"
 
     @derived
     def max_length(self) -> int:

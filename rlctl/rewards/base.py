@@ -1,12 +1,12 @@
 """Interface of a reward: the function with its way of calling, its input, its outcome and its errors."""
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.config.errors import UserError
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection
 from rlctl.utils.user_code import (
     defined_at,
     error_text,
@@ -30,7 +30,7 @@ class RewardError(UserError):
 class UnusableError(RewardError):
     """Rewards that cannot be used. problems: (index of the reward, reason); the index is None if it is not known."""
 
-    def __init__(self, problems: list[tuple[int | None, str]], sections: list[RewardSection]) -> None:
+    def __init__(self, problems: list[tuple[int | None, str]], sections: Sequence[AnyRewardSection]) -> None:
         lines = (reason if index is None else f"{sections[index].name}: {reason}" for index, reason in problems)
         super().__init__("\n".join(lines))
         self.problems = problems

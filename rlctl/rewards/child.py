@@ -6,7 +6,7 @@ import pickle
 import socket
 from dataclasses import asdict
 
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection
 from rlctl.rewards.base import Reward, RewardError, RewardFailure, attempt
 from rlctl.rewards.load_rewards import load_reward
 from rlctl.workers.supervisor import run_guarded
@@ -18,7 +18,7 @@ def work(connection: socket.socket) -> None:
     reward_process.py describes the protocol.
     """
     requests = connection.makefile("rb")
-    sections: list[RewardSection] = pickle.load(requests)
+    sections: list[AnyRewardSection] = pickle.load(requests)
     rewards: list[Reward] = []
     problems: list[tuple[int, str]] = []
     for index, section in enumerate(sections):

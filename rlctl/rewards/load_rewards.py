@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.rewards.base import NEEDS_EPISODE, Reward, RewardError, RewardInput
 from rlctl.utils.user_code import defined_at, import_error, load_module
@@ -26,11 +26,13 @@ from rlctl.workers.named_reward import (
 _LAST_TURN_REWARDS = ("math_verify", "reasoning_gym")
 
 
-def load_reward(section: RewardSection) -> Reward:
+def load_reward(section: AnyRewardSection) -> Reward:
     """Return a built-in reward, or the user's function named as `module:function` or `path.py:function`.
 
     Raises RewardError if there is no such function, or if it cannot be called as a reward.
     """
+    if isinstance(section, ModelRewardSection):
+        return Reward.of_function(_refuse_call)
     if section.name not in REWARDS:
         return _load_user_reward(section.name)
     module, _, name = REWARDS[section.name].partition(":")
@@ -38,6 +40,11 @@ def load_reward(section: RewardSection) -> Reward:
     if section.name in _LAST_TURN_REWARDS:
         return Reward.of_last_turn(function)
     return Reward.of_function(function)
+
+
+def _refuse_call(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    """Stand in for a reward model, which no process calls."""
+    raise RewardError("is a model: no process calls it")
 
 
 def _load_user_reward(name: str) -> Reward:

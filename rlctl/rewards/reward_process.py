@@ -13,7 +13,7 @@ import reprlib
 import signal
 from typing import Any
 
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, RewardSection
 from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError
 from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shorten_text
 from rlctl.workers.guarded_process import BadReply, Channel, GuardedProcess
@@ -35,7 +35,7 @@ class RewardWorker:
     output: file descriptor for the output of the reward functions; None means standard error.
     """
 
-    def __init__(self, sections: list[RewardSection], output: int | None) -> None:
+    def __init__(self, sections: list[AnyRewardSection], output: int | None) -> None:
         self._sections = sections
         self._process = GuardedProcess("rlctl.rewards.child", MAX_REPLY, output)
         self._calls = 0
@@ -95,7 +95,9 @@ class RewardWorker:
     def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
         """Send items to the process; return their outcomes, up to the item that ended the process."""
         self._calls += 1
-        timeout_s = self._sections[reward].timeout_s
+        section = self._sections[reward]
+        assert isinstance(section, RewardSection), "no process calls a model"
+        timeout_s = section.timeout_s
         outcomes: list[Outcome] = []
         try:
             channel.send((self._calls, reward, items), SEND_TIMEOUT_S)

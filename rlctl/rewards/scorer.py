@@ -1,20 +1,21 @@
 """Scorer of rollouts: a weighted sum of rewards. If a reward raises, hangs or crashes, only one rollout fails.
 
-The reward `exact` runs in this process. All others may hang or crash, so they run in worker processes.
+The reward `exact` runs in this process. Other functions may hang or crash, so they run in worker processes. A reward
+model is no function: `score` leaves its value open, and `complete` adds it.
 """
 
 import math
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
 from types import MappingProxyType
 
-from rlctl.config.grpo_schema import RewardSection
-from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
+from rlctl.config.grpo_schema import AnyRewardSection
+from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, model_rewards, reward_names
 from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load_rewards import load_reward
 from rlctl.rewards.reward_process import RewardWorker
@@ -58,14 +59,16 @@ class Scorer:
 
     def __init__(
         self,
-        sections: list[RewardSection],
+        sections: Sequence[AnyRewardSection],
         logs: Path | None = None,
         emit: Emit | None = None,
         *,
         episodes: bool = False,
         rewardless: bool = False,
     ) -> None:
-        self._sections = sections
+        self._sections = list(sections)
+        # Indices of the reward models. `score` leaves their values open, and `complete` adds them.
+        self._model_indices = {*model_rewards(sections)}
         self._episodes = episodes
         self._is_rewardless = rewardless
         # Indices of the rewards that the environments' processes call.
@@ -84,7 +87,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out, so that a small batch uses a worker whose process is already running.
         self._idle: LifoQueue[RewardWorker] = LifoQueue()
-        self.workers = [RewardWorker(sections, self._log.descriptor if self._log else None) for _ in range(size)]
+        self.workers = [RewardWorker(self._sections, self._log.descriptor if self._log else None) for _ in range(size)]
         for worker in self.workers:
             self._idle.put(worker)
 
@@ -101,12 +104,35 @@ class Scorer:
         scores = []
         for outcomes, values in zip(by_item, environment_values, strict=True):
             further_parts = {name: part for name, part in values.items() if name not in called_names}
-            scores.append(self._combine(list(outcomes), further_parts))
+            score = self._combine(list(outcomes), further_parts, may_wait=bool(self._model_indices))
+            scores.append(self._leave_open(score) if self._model_indices else score)
         return scores
+
+    def complete(self, score: Score, outcomes: Mapping[str, Outcome]) -> Score:
+        """Return a score of `score` with the outcomes of all reward models, by name. A failed score stays failed."""
+        if score.failed:
+            values = {name: None if isinstance(part, RewardFailure) else part for name, part in outcomes.items()}
+            for name, outcome in outcomes.items():
+                if isinstance(outcome, RewardFailure):
+                    self.failures.add(name, outcome)
+            return replace(score, parts=score.parts | values)
+        all_outcomes = [outcomes[name] if name in outcomes else score.parts.get(name) for name in self.names]
+        further_parts = {name: part or 0.0 for name, part in score.parts.items() if name not in self.names}
+        return self._combine(all_outcomes, further_parts)
+
+    def _leave_open(self, score: Score) -> Score:
+        """Return a score without a value, and without parts of the reward models."""
+        model_names = {self.names[index] for index in self._model_indices}
+        parts = {name: part for name, part in score.parts.items() if name not in model_names}
+        return replace(score, value=None, right=False, parts=parts)
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with one line for each reward that fails."""
-        if any(section.name not in INLINE for section in self._sections):
+        in_processes = [
+            section.name not in INLINE and index not in self._model_indices
+            for index, section in enumerate(self._sections)
+        ]
+        if any(in_processes):
             self.workers[0].start()
         outcomes = [self._score_by(index, [item], [{}])[0] for index in range(len(self._sections))]
         problems: list[tuple[int | None, str]] = []
@@ -115,7 +141,7 @@ class Scorer:
                 problems.append((index, str(outcome)))
         if problems:
             raise UnusableError(problems, self._sections)
-        return self._combine(outcomes, may_wait=self._episodes)
+        return self._combine(outcomes, may_wait=self._episodes or bool(self._model_indices))
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -133,7 +159,12 @@ class Scorer:
     def _score_by(
         self, index: int, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]]
     ) -> list[Outcome]:
-        """Return the outcomes of one reward: from calls of the reward, or from the values that environments gave."""
+        """Return the outcomes of one reward: from calls of the reward, or from the values that environments gave.
+
+        A reward model judges nothing here.
+        """
+        if index in self._model_indices:
+            return [None] * len(items)
         if index not in self._called_by_environments:
             outcomes = self._run_reward(index, items)
             kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)}

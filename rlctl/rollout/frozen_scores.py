@@ -1,4 +1,4 @@
-"""Log-probs of sequences under frozen models, from engines that score (`Engine.score`).
+"""Scores of sequences under frozen models, from engines (`Engine.score`): log-probs, or values of a value head.
 
 Scoring begins as soon as a group has its rewards, and a step waits for the rest. Each sequence is scored once, though
 several rollouts have it. The scores of a sequence are a function of its tokens and the frozen weights, so a lost engine
@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import RunSection
-from rlctl.generation.requests import Completion, RequestId, RolloutId, ScoreRequest
+from rlctl.generation.requests import VALUE, Completion, RequestId, RolloutId, ScoreRequest
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 
-LogProbs = NDArray[np.float32]
+Scores = NDArray[np.float32]
 # Number of later steps after which the scores of a sequence that no step took are forgotten, beyond the largest age.
 _KEPT_STEPS = 2
 
@@ -65,13 +65,18 @@ class FrozenScores:
         temperature: float,
         longest: int,
         max_age: int,
+        has_value_head: bool = False,
     ) -> None:
-        """name: the role of the model. longest: most tokens of a sequence that the engines score."""
+        """name: the role of the model. longest: most tokens of a sequence that the engines score.
+
+        has_value_head: the scores are values, of the last token of each sequence alone.
+        """
         self._dispatcher = dispatcher
         self._events = dispatcher.events
         self._name = name
         self._temperature = temperature
         self._longest = longest
+        self._has_value_head = has_value_head
         self._kept_steps = max_age + _KEPT_STEPS
         self._wait_deadline = WaitDeadline(self._events.now, run, emit)
         # These fields belong to the event loop.
@@ -83,8 +88,8 @@ class FrozenScores:
         """Begin to score sequences; those that are scored already cost nothing."""
         self._events.ask(lambda: self._begin(sequences))
 
-    def log_probs(self, sequences: Sequence[GivenTokens]) -> list[LogProbs]:
-        """Return the log-probs of each sequence, float32 [T]; 0 before its first sampled token.
+    def scores(self, sequences: Sequence[GivenTokens]) -> list[Scores]:
+        """Return the log-probs or values of each sequence, float32 [T]; 0 before its first sampled token.
 
         Lost engines are replaced meanwhile. Raises RuntimeError when nothing was scored for `run.deadline_s`, or when
         `generation.max_restarts` are used up.
@@ -131,8 +136,8 @@ class FrozenScores:
             _, missing = await asyncio.wait(missing, timeout=TICK_S)
         return len(missing)
 
-    def _take(self, sequences: Sequence[GivenTokens]) -> list[LogProbs]:
-        """Return the log-probs of scored sequences, and forget sequences that no step took."""
+    def _take(self, sequences: Sequence[GivenTokens]) -> list[Scores]:
+        """Return the scores of scored sequences, and forget sequences that no step took."""
         columns = [self._column(sequence) for sequence in sequences]
         for sequence in sequences:
             self._scorings.pop(sequence.key, None)
@@ -141,10 +146,13 @@ class FrozenScores:
         self._scorings = {key: scoring for key, scoring in self._scorings.items() if scoring.begun >= oldest}
         return columns
 
-    def _column(self, sequence: GivenTokens) -> LogProbs:
+    def _column(self, sequence: GivenTokens) -> Scores:
         answer = self._scorings[sequence.key].answer
-        column = np.zeros(len(sequence.tokens), np.float32)
-        column[sequence.start :] = np.nan if answer is None else answer.result().log_probs
+        column = np.full(len(sequence.tokens), np.nan, np.float32)
+        column[: sequence.start] = 0.0
+        if answer is not None:
+            completion = answer.result()
+            column[sequence.start :] = completion.columns[VALUE] if self._has_value_head else completion.log_probs
         return column
 
 

@@ -25,15 +25,11 @@ class GroupScorer:
     def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups with a score for each rollout. A failed episode is not passed to reward functions: its
         value is None."""
-        texts = iter(self.decode([_tokens_to_decode(rollout) for group in groups for rollout in group.rollouts]))
         inputs: list[RewardInput] = []
         episode_rewards: list[dict[str, float]] = []
-        for group in groups:
-            for rollout in group.rollouts:
-                text = next(texts)
-                if not _is_failed(rollout):
-                    inputs.append(reward_input(group.task, rollout.episode, text))
-                    episode_rewards.append(environment_rewards(rollout.episode.reward if rollout.episode else None))
+        for rollout, item in read_inputs(groups, self.decode):
+            inputs.append(item)
+            episode_rewards.append(environment_rewards(rollout.episode.reward if rollout.episode else None))
         scores = iter(self.scorer.score(inputs, episode_rewards))
         scored_groups = []
         for group in groups:
@@ -47,6 +43,18 @@ class GroupScorer:
     def _failure_score(self, rollout: Rollout) -> Score:
         reason = rollout.episode.failure if rollout.episode else None
         return Score(None, dict.fromkeys(self.scorer.names), f"environment: {reason}", right=False)
+
+
+def read_inputs(groups: Sequence[RolloutGroup], decode: Decode) -> list[tuple[Rollout, RewardInput]]:
+    """Return each rollout whose episode did not fail, with the input of its rewards, in the order of the groups."""
+    texts = iter(decode([_tokens_to_decode(rollout) for group in groups for rollout in group.rollouts]))
+    inputs = []
+    for group in groups:
+        for rollout in group.rollouts:
+            text = next(texts)
+            if not _is_failed(rollout):
+                inputs.append((rollout, reward_input(group.task, rollout.episode, text)))
+    return inputs
 
 
 def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> RewardInput:

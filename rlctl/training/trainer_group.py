@@ -181,10 +181,12 @@ class TrainerGroup:
         """Return the loss's metrics over the sequences, by name. No weight changes."""
         return self._run_shares(TrainerWorker.evaluate, sequences, loss)[0]
 
-    def warm_up(self, count: int, length: int, loss: Loss, roles: Iterable[Role] = ()) -> None:
+    def warm_up(
+        self, count: int, length: int, loss: Loss, roles: Iterable[Role] = (), valuing: Iterable[Role] = ()
+    ) -> None:
         """Run forward and backward passes over `count` made-up sequences of `length` tokens, without an update.
 
-        roles: models of which one pass runs too, which loads their weights.
+        roles: models of which one pass runs too, which loads their weights. valuing: the same, with a value head.
         """
         # Different tokens, because equal tokens would all go to the same experts.
         tokens = np.arange(length, dtype=np.int32) % self.info()["vocab_size"]
@@ -192,10 +194,12 @@ class TrainerGroup:
         self._run_shares(TrainerWorker.warm_up, sequences, loss)
         for role in roles:
             self.log_probs(sequences, role)
+        for role in valuing:
+            self.values(sequences, role)
 
     def log_probs(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return log-probs float32 [T] of each sequence under the weights of `role`, in order."""
-        return self._run_column(TrainerWorker.log_probs, sequences, role)
+        return self._run_column(TrainerWorker.log_probs, sequences, role, self._plan_batch(sequences))
 
     def values(self, sequences: Rows[TrainingSample], role: Role = "policy") -> list[NDArray[np.float32]]:
         """Return the value head's outputs float32 [T] of each sequence under the weights of `role`, in order.
@@ -203,12 +207,19 @@ class TrainerGroup:
         The output at a token is the value of the tokens up to and including it: a reward model's score of a sequence is
         its last output.
         """
-        return self._run_column(TrainerWorker.values, sequences, role)
+        lengths = [len(sequence) for sequence in sequences]
+        # A pass without gradients and logits has room for a sequence that is longer than those of an update.
+        most_tokens = max(self._tokens, *lengths)
+        plan = plan_micro_batches(lengths, max(self._shards) + 1, most_tokens, self.padded)
+        return self._run_column(TrainerWorker.values, sequences, role, plan)
 
     def _run_column(
-        self, method: Callable[[Any, RankBatch, Role], NDArray[np.float32]], sequences: Rows[TrainingSample], role: Role
+        self,
+        method: Callable[[Any, RankBatch, Role], NDArray[np.float32]],
+        sequences: Rows[TrainingSample],
+        role: Role,
+        plan: list[list[list[int]]],
     ) -> list[NDArray[np.float32]]:
-        plan = self._plan_batch(sequences)
         arguments = [(share, role) for share in self._make_shares(plan, sequences)]
         return self._order_by_sequence(plan, sequences, self.group.run(method, arguments))
 

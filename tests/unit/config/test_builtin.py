@@ -11,7 +11,7 @@ from rlctl.config.convert import Converter
 from rlctl.config.data_schema import SourceSection
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
-from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.grpo_schema import AnyRewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
 from rlctl.config.role_schema import DistillationSection, RoleSection, TeacherSection
 from rlctl.config.schema import KINDS
@@ -31,7 +31,7 @@ def replace_numbers(key: str) -> str:
 
 # The files of sections with defaults by name, each with the type of its section.
 NAMED = {
-    "reward": RewardSection,
+    "reward": AnyRewardSection,
     "environment": EnvironmentChoice,
     "source": SourceSection,
     "tracker": TrackerSection,
@@ -66,7 +66,7 @@ def test_what_is_named_has_the_defaults_of_its_keys_and_no_others(kind: str) -> 
             assert set(plain(defaults_of(kind, name))) == set(keys) - {FURTHER}, name
     # Defaults of an optional section may depend on the first part of its key.
     names |= {key.partition(".")[0] for key, file in OPTIONAL_SECTIONS.items() if file == kind}
-    assert set(plain(read_file(CONFIGS / f"{kind}.yaml"))) - {"all"} <= names
+    assert set(plain(read_file(CONFIGS / f"{kind}.yaml"))) - {"all", "other"} <= names
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -98,7 +98,7 @@ def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) ->
     assert origin_of(root, "model.path") == "grpo.recipe.yaml:3"
     assert origin_of(root, "generation.max_new_tokens") == "grpo.recipe.yaml:11"
     assert origin_of(root, "rewards.0.name") == "grpo.recipe.yaml:9"
-    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:7"
+    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:15"
     assert origin_of(root, "run.dir") == "configs/base.yaml:4"
     assert origin_of(root, "run.seed") == "override 1: run.seed=3"
     assert origin_of(root, "trainer.optimizer.lr") == "override 2: trainer.optimizer.lr=1e-4"

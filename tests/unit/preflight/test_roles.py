@@ -128,7 +128,7 @@ def test_a_further_role_is_an_entry_of_the_config_and_a_column_of_a_users_class(
         (
             ("novice_log_prob",),
             ["roles.novice={path: wide, place: engines}"],
-            "roles.novice.place: must be auto, swapped or resident: engines score teachers alone, not the roles.novice",
+            "roles.novice.place: must be auto, swapped or resident: engines do not score with the roles.novice",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_teacher_on_engines_has_devices_of_its_own_or_the_arithmetic_says_why_
     assert len(scoring) == 2 and not scoring & taken
     assert any("teacher on engines: 2 GPUs of its own" in note for note in plan.notes)
     lacking = make_plan(on_gpus, this_machine(len(taken) + 1))
-    assert lacking.misplaced and "2 GPUs needed for engines that score with a teacher" in lacking.misplaced
+    assert lacking.misplaced and "2 GPUs needed for engines that score with a model" in lacking.misplaced
     on_cpu = make_plan(run.settle_on(RunMachine("cpu"), run.facts), this_machine(0))
     assert on_cpu.placement and len(on_cpu.placement.scoring) == 2
     # Without GPUs all processes share the machine's memory: the forecast counts both engines.

@@ -67,7 +67,7 @@ def test_a_sequence_is_scored_once_from_its_first_sampled_token(dispatcher: Fake
     scores = scores_of(dispatcher)
     sequences = [given(3, 4, 5, 6, start=2), given(3, 4, 5, 6, start=2), given(3, 4, 5, 6, start=1)]
     scores.begin(sequences[:1])
-    columns = scores.log_probs(sequences)
+    columns = scores.scores(sequences)
     assert [column.tolist() for column in columns] == [[0, 0, -5, -6], [0, 0, -5, -6], [0, -4, -5, -6]]
     assert [request.start for request in dispatcher.requests] == [2, 1]
     assert {request.temperature for request in dispatcher.requests} == {0.7}
@@ -76,7 +76,7 @@ def test_a_sequence_is_scored_once_from_its_first_sampled_token(dispatcher: Fake
 
 def test_a_sequence_that_does_not_fit_has_no_number_and_the_others_do(dispatcher: FakeDispatcher) -> None:
     scores = scores_of(dispatcher)
-    columns = scores.log_probs([given(*range(LONGEST + 1), start=3), given(*range(LONGEST), start=3)])
+    columns = scores.scores([given(*range(LONGEST + 1), start=3), given(*range(LONGEST), start=3)])
     assert np.isnan(columns[0][3:]).all() and not columns[0][:3].any()
     assert np.isfinite(columns[1]).all() and len(dispatcher.requests) == 1
 
@@ -86,16 +86,16 @@ def test_sequences_that_no_step_took_are_forgotten(dispatcher: FakeDispatcher) -
     left = given(9, 9, start=1)
     scores.begin([left])
     for step in range(3):
-        scores.log_probs([given(1, step, start=1)])
+        scores.scores([given(1, step, start=1)])
     scores.begin([left])
     assert len(dispatcher.requests) == 4, "kept for the largest age and two steps more"
-    scores.log_probs([given(1, 7, start=1)])
-    scores.log_probs([left])
+    scores.scores([given(1, 7, start=1)])
+    scores.scores([left])
     assert len(dispatcher.requests) == 6
 
 
 def test_a_lost_engine_is_replaced_though_no_score_is_missing(dispatcher: FakeDispatcher) -> None:
     scores = scores_of(dispatcher)
     dispatcher.has_lost = True
-    scores.log_probs([])
+    scores.scores([])
     assert dispatcher.repairs == 1
