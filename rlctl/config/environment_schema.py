@@ -13,7 +13,8 @@ class EnvironmentChoice:
     """One of several environments."""
 
     name: str = spec(
-        "A shipped environment (guess, calculator, sqlite, maze), a shelf (openenv), or a class: module:Class or "
+        "A shipped environment (guess, calculator, sqlite, maze), tools in the sandbox (python, shell, python_shell), "
+        "a shelf (openenv), or a class: module:Class or "
         "file.py:Class.",
         path="plugin",
     )
@@ -25,7 +26,8 @@ class EnvironmentSection:
     """The environment with which the policy interacts in its rollouts."""
 
     name: str | None = spec(
-        "A shipped environment (guess, calculator, sqlite, maze), a shelf (openenv), or a class: module:Class or "
+        "A shipped environment (guess, calculator, sqlite, maze), tools in the sandbox (python, shell, python_shell), "
+        "a shelf (openenv), or a class: module:Class or "
         "file.py:Class. null has one prompt and one answer a rollout.",
         path="plugin",
     )

@@ -44,9 +44,15 @@ SHELVES = {
 AGENTS = {
     "verifiers": "rlctl.environments.shelves.verifiers:run",
 }
-NAMED_ENVIRONMENTS = ENVIRONMENTS | SHELVES
+# Name in the config -> class of an environment whose tools run in the run's sandbox.
+TOOLS = {
+    "python": "rlctl.environments.sandbox_tools:PythonTool",
+    "shell": "rlctl.environments.sandbox_tools:ShellTool",
+    "python_shell": "rlctl.environments.sandbox_tools:PythonShellTools",
+}
+NAMED_ENVIRONMENTS = ENVIRONMENTS | SHELVES | TOOLS
 # Rewards and environments that run programs in the run's sandbox.
-SANDBOXED = frozenset({"python_tests", "python", "shell", "python_shell"})
+SANDBOXED = frozenset({"python_tests", *TOOLS})
 # Column of a row that names its environment.
 ENVIRONMENT_COLUMN = "environment"
 # Modules that declare metrics, in a list `METRICS` of `telemetry.metrics.Metric`. They import no torch.

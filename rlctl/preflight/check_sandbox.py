@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from rlctl.config.plugins import TOOLS
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.sandbox.base import SandboxError
@@ -24,6 +25,12 @@ def check_sandbox(config: GrpoConfig, away: bool) -> Violations:
     if section.readable and section.name in ("command", "url"):
         message = f"is for bwrap and process: {section.name} chooses the folders that programs read"
         yield Violation("sandbox.readable", message, ("sandbox.name",))
+    if section.name == "url" and any(choice.name in TOOLS for choice in config.environment.environments.values()):
+        message = "keeps no state for the tools of environment: use bwrap, process or command"
+        yield Violation("sandbox.name", message, ("environment.name",))
+    if config.runs_programs and config.environment.is_enabled and section.wall_s >= config.environment.timeout_s:
+        message = f"must be below environment.timeout_s={config.environment.timeout_s:g}, which ends the episode"
+        yield Violation("sandbox.wall_s", f"{message}, not {section.wall_s:g}", ("environment.timeout_s",))
     if section.url is not None and not section.url.startswith(_URL_SCHEMES):
         yield Violation("sandbox.url", f"must begin with http:// or https://, not {section.url}")
     for key, command in (("command", section.command), ("stop_command", section.stop_command)):

@@ -4,13 +4,15 @@ A sandbox runs programs that a policy wrote. One call runs one program, and leav
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol, get_args
 
 from rlctl.config.sandbox_schema import SandboxGuarantee
 
+# Most CPU time of one process that answers requests.
+_SESSION_CPU_S = 24 * 3600
 # Share of a limit from which a program counts as near.
 NEAR = 0.8
 
@@ -62,13 +64,18 @@ class Limits:
     # Size of all files that the program writes.
     files_mib: int = 64
 
-    def of_process(self) -> dict[str, int]:
-        """Return the limits that the kernel holds for each process by itself, by their names in `resource`.
+    # CPU time after which the kernel ends a single process; None: two seconds after `cpu_s`, which is measured.
+    process_cpu_s: int | None = None
 
-        The measurement of all processes ends a program earlier than the limit on CPU time does.
-        """
+    def per_request(self, output_bytes: int) -> "Limits":
+        """Return the limits of a program that answers any number of requests, for each of them."""
+        return replace(self, output_bytes=output_bytes, process_cpu_s=_SESSION_CPU_S)
+
+    def of_process(self) -> dict[str, int]:
+        """Return the limits that the kernel holds for each process by itself, by their names in `resource`."""
+        cpu_s = int(self.cpu_s) + 2 if self.process_cpu_s is None else self.process_cpu_s
         return {
-            "RLIMIT_CPU": int(self.cpu_s) + 2,
+            "RLIMIT_CPU": cpu_s,
             "RLIMIT_AS": self.memory_mib << 20,
             "RLIMIT_FSIZE": self.files_mib << 20,
             "RLIMIT_NOFILE": 256,

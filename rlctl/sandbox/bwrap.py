@@ -10,12 +10,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
 
-from rlctl.sandbox.base import Guarantee, Limits, Program, Result, SandboxError, Strength, command_of
-from rlctl.sandbox.limited_run import ConfinedCommand, kill, make_result, run_limited
+from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of
+from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun, send_signal
+from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.process_tree import children_of
 from rlctl.sandbox.python_home import (
     NETWORK_FILES,
@@ -26,25 +27,30 @@ from rlctl.sandbox.python_home import (
     python_home,
 )
 from rlctl.sandbox.seccomp import make_filter
-from rlctl.sandbox.users import free_user
+from rlctl.sandbox.users import folder_user
 from rlctl.sandbox.work_folder import WorkFolder
 
 _WORK = "/home/program"
 # The private folder for temporary files would hide a place below /tmp.
 _PYTHON = "/python"
 _SHARED_MEMORY_BYTES = 16 << 20
+_BEGINNING = (
+    "bwrap", "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid", "--unshare-uts",
+    "--unshare-cgroup-try", "--as-pid-1", "--hostname", "sandbox",
+)  # fmt: skip
 # First process of the namespace. At its end the kernel ends all others, and its parent learns the CPU time of all. The
 # shell's messages, such as on a signal, are dropped.
 _KEEPER = ("sh", "-c", 'exec 3>&2 2>/dev/null; (exec 2>&3 3>&-; exec "$@"); exit $?', "sh")
 _DROP_RIGHTS = ("--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--ambient-caps=-all")
 
 
-class BwrapSandbox:
+class BwrapSandbox(LocalSandbox):
     """Runs each program in its own bubblewrap. readable: further folders that programs may read."""
 
     name = "bwrap"
 
     def __init__(self, readable: Sequence[Path] = ()) -> None:
+        super().__init__()
         self._has_root = os.geteuid() == 0
         missing = [name for name in ("bwrap", "setpriv", "prlimit") if shutil.which(name) is None]
         if missing:
@@ -52,9 +58,9 @@ class BwrapSandbox:
             raise SandboxError(f"{', '.join(missing)} not found: apt-get install {packages}")
         self._readable = [*python_folders(), *readable]
         self._filter = make_filter(has_sockets=True, has_own_files=True)
-        self._names = tempfile.TemporaryDirectory(prefix="rlctl-bwrap-")
+        names = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="rlctl-bwrap-"))
         # Programs and libraries read it. Users of programs have no name.
-        self._passwd = Path(self._names.name) / "passwd"
+        self._passwd = Path(names) / "passwd"
         self._passwd.write_text("root:x:0:0:root:/:/bin/false\n")
         self._passwd.chmod(0o644)
 
@@ -69,61 +75,47 @@ class BwrapSandbox:
             "forks": "enforced",
         }
 
-    def run(self, program: Program, limits: Limits) -> Result:
-        """Run a program in new namespaces."""
+    @contextmanager
+    def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
+        """Make the command that runs a program in new namespaces."""
         argv, files = command_of(program, f"{_PYTHON}/bin/python")
-        user = free_user() if self._has_root else None
+        user = folder_user(program.folder) if self._has_root else None
         folder = WorkFolder(program.folder, user)
-        try:
+        with ExitStack() as stack:
+            stack.callback(folder.remove)
             folder.write(files)
-            with tempfile.TemporaryFile() as status_file:
-                command = self._confine(program, argv, limits, folder, user, status_file)
-                try:
-                    run = run_limited(command, program.stdin, limits)
-                finally:
-                    for descriptor in command.descriptors:
-                        if descriptor != status_file.fileno():
-                            os.close(descriptor)
+            status_file = stack.enter_context(tempfile.TemporaryFile())
+            descriptors = [status_file.fileno()]
+            words = ["--json-status-fd", str(status_file.fileno())]
+            if self._filter is not None:
+                filter_file = stack.enter_context(open(os.memfd_create("filter"), "w+b"))
+                filter_file.write(self._filter)
+                filter_file.seek(0)
+                descriptors.append(filter_file.fileno())
+                words += ["--seccomp", str(filter_file.fileno())]
+
+            def read_exit_code(run: LimitedRun) -> int | None:
                 status_file.seek(0)
-                exit_code = _read_exit_code(status_file.read())
-            return make_result(run, exit_code, program, folder, limits)
-        except OSError as error:
-            raise SandboxError(f"working folder: {error.strerror}") from error
-        finally:
-            folder.remove()
+                return _read_exit_code(status_file.read())
 
-    def close(self) -> None:
-        """Remove the sandbox's files."""
-        self._names.cleanup()
+            words += self._namespace_words(program, limits, folder, user)
+            command = ConfinedCommand(
+                argv=[*_BEGINNING, *words, *argv],
+                variables={"PATH": os.environ.get("PATH", os.defpath)},
+                find_keeper=_find_keeper,
+                stop=_stop_namespace,
+                exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
+                descriptors=descriptors,
+            )
+            yield ConfinedProgram(command, folder, read_exit_code)
 
-    def _confine(
-        self,
-        program: Program,
-        argv: Sequence[str],
-        limits: Limits,
-        folder: WorkFolder,
-        user: int | None,
-        status_file: IO[bytes],
-    ) -> ConfinedCommand:
-        """Return the command that runs a program in new namespaces."""
-        descriptors = [status_file.fileno()]
-        words = [
-            "bwrap", "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid", "--unshare-uts",
-            "--unshare-cgroup-try", "--as-pid-1", "--hostname", "sandbox", "--json-status-fd",
-            str(status_file.fileno()),
-        ]  # fmt: skip
-        if not program.network:
-            words.append("--unshare-net")
+    def _namespace_words(self, program: Program, limits: Limits, folder: WorkFolder, user: int | None) -> list[str]:
+        """Return the words that describe a program's namespaces, user and limits."""
+        words = [] if program.network else ["--unshare-net"]
         words += ["--bind", str(folder.temporary), "/tmp", *self._mounts(program.network)]
         words += ["--bind", str(folder.work), _WORK, "--chdir", _WORK, "--remount-ro", "/", "--clearenv"]
         for name, text in program_variables(_WORK, "/tmp", dict(program.variables)).items():
             words += ["--setenv", name, text]
-        if self._filter is not None:
-            filter_descriptor = os.memfd_create("filter")
-            os.write(filter_descriptor, self._filter)
-            os.lseek(filter_descriptor, 0, os.SEEK_SET)
-            descriptors.append(filter_descriptor)
-            words += ["--seccomp", str(filter_descriptor)]
         words += ["--", *_KEEPER]
         # Without root the keeper counts too.
         most_processes = limits.processes + 1
@@ -131,18 +123,9 @@ class BwrapSandbox:
             most_processes = limits.processes
             words += ["setpriv", f"--reuid={user}", f"--regid={user}", *_DROP_RIGHTS]
         words += ["prlimit", f"--nproc={most_processes}"]
-        for name, value in limits.of_process().items():
-            words.append(f"--{name.removeprefix('RLIMIT_').lower()}={value}")
-        words += argv
-        most_file_bytes = limits.files_mib << 20
-        return ConfinedCommand(
-            argv=words,
-            variables={"PATH": os.environ.get("PATH", os.defpath)},
-            find_keeper=_find_keeper,
-            stop=_stop_namespace,
-            exceeds_files=lambda: folder.exceeds(most_file_bytes),
-            descriptors=descriptors,
-        )
+        for name, number in limits.of_process().items():
+            words.append(f"--{name.removeprefix('RLIMIT_').lower()}={number}")
+        return words
 
     def _mounts(self, network: bool) -> list[str]:
         """Return the words that mount the system, read-only, with /dev and /proc."""
@@ -187,4 +170,4 @@ def _find_keeper(pid: int) -> int | None:
 def _stop_namespace(process: "subprocess.Popen[bytes]") -> None:
     """End the first process of the namespace: the kernel then ends all others."""
     keeper = _find_keeper(process.pid)
-    kill(process.pid if keeper is None else keeper)
+    send_signal(process.pid if keeper is None else keeper)

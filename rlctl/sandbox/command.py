@@ -9,12 +9,14 @@ import secrets
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from string import Formatter
 from typing import Any
 
-from rlctl.sandbox.base import GUARANTEES, Guarantee, Limits, Program, Result, SandboxError, Strength, command_of
-from rlctl.sandbox.limited_run import ConfinedCommand, make_result, run_limited
+from rlctl.sandbox.base import GUARANTEES, Guarantee, Limits, Program, SandboxError, Strength, command_of
+from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun
+from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.work_folder import WorkFolder
 
 # Names that a command may have in braces.
@@ -24,12 +26,13 @@ _NO_CONTAINER = 125
 _STOP_S = 30.0
 
 
-class CommandSandbox:
+class CommandSandbox(LocalSandbox):
     """Runs each program by a command. stop_command: run after each program."""
 
     name = "command"
 
     def __init__(self, command: str, stop_command: str | None = None) -> None:
+        super().__init__()
         self._words = split_command(command)
         self._stop_words = split_command(stop_command) if stop_command else []
 
@@ -38,8 +41,9 @@ class CommandSandbox:
         """Strength of each guarantee, as the user's command promises it: only the probe knows."""
         return dict.fromkeys(GUARANTEES, "enforced")
 
-    def run(self, program: Program, limits: Limits) -> Result:
-        """Run a program by the command. Raises ValueError for a program that asks for the network."""
+    @contextmanager
+    def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
+        """Make the command of a program. Raises ValueError for a program that asks for the network."""
         if program.network:
             raise ValueError("the network of a program is chosen in sandbox.command")
         argv, files = command_of(program, "python3")
@@ -65,23 +69,20 @@ class CommandSandbox:
                 stop=_kill_group,
                 exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
             )
-            run = run_limited(command, program.stdin, limits)
-            exit_code = run.status if run.status >= 0 and run.status != _NO_CONTAINER else None
-            return make_result(run, exit_code, program, folder, limits)
-        except OSError as error:
-            raise SandboxError(f"working folder: {error.strerror}") from error
+            yield ConfinedProgram(command, folder, _read_status)
         finally:
             self._stop(fill_words(self._stop_words, values))
             folder.remove()
-
-    def close(self) -> None:
-        """Do nothing: no sandbox outlives its program."""
 
     def _stop(self, words: Sequence[str]) -> None:
         """Run the command that ends a program."""
         if words:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(words, capture_output=True, timeout=_STOP_S, check=False)
+
+
+def _read_status(run: LimitedRun) -> int | None:
+    return run.status if run.status >= 0 and run.status != _NO_CONTAINER else None
 
 
 def split_command(command: str) -> list[str]:

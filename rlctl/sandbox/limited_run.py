@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlctl.sandbox.base import Ending, Limits, Program, Result, SandboxError
-from rlctl.sandbox.process_tree import TreeUsage, read_tree
+from rlctl.sandbox.process_tree import TreeUsage, is_running, read_tree
 from rlctl.sandbox.work_folder import WorkFolder
 
 # Seconds between two measurements of memory, CPU time and processes.
@@ -18,6 +18,9 @@ TICK_S = 0.05
 # Measurements between two of the files' size, which is slower.
 _TICKS_PER_FILES = 4
 _ENDING_S = 15.0
+_MOST_PAUSES = 20
+# Seconds in which signalled processes stop.
+_PAUSE_S = 0.0003
 _CHUNK = 1 << 16
 # Word of a command that stands for the descriptor of the program's standard input. The command's own is then a pipe,
 # whose end asks it to stop.
@@ -58,21 +61,26 @@ class LimitedRun:
 
 def run_limited(command: ConfinedCommand, stdin: bytes, limits: Limits) -> LimitedRun:
     """Run a command until it ends or is ended at a limit. Raises SandboxError if it cannot be started or ended."""
-    return _Supervision(command, stdin, limits).run()
+    return Supervision(command, stdin, limits).run()
 
 
-class _Supervision:
-    """A started command with its pipes."""
+class Supervision:
+    """A started command with its pipes. keeps_input: more may be sent to the standard input later."""
 
-    def __init__(self, command: ConfinedCommand, stdin: bytes, limits: Limits) -> None:
+    def __init__(self, command: ConfinedCommand, stdin: bytes, limits: Limits, *, keeps_input: bool = False) -> None:
         self._command = command
         self._limits = limits
         self._unsent = memoryview(stdin)
+        self._keeps_input = keeps_input
         self._outputs: dict[int, bytearray] = {}
         self._run = LimitedRun()
         self._keeper: int | None = None
         self._ticks = 0
         self._start = time.monotonic()
+        self._next_tick = self._start + TICK_S
+        # CPU time before the present request.
+        self._cpu_before_s = 0.0
+        self._deadline: float | None = None
         self._process, self._stdin, self._stdout, self._stderr = _start_command(command)
         self._poll = select.poll()
         for descriptor in (self._stdout, self._stderr):
@@ -80,56 +88,101 @@ class _Supervision:
             os.set_blocking(descriptor, False)
             self._poll.register(descriptor, select.POLLIN)
         os.set_blocking(self._stdin, False)
-        self._poll.register(self._stdin, select.POLLOUT)
         self._end = os.pidfd_open(self._process.pid)
         self._poll.register(self._end, select.POLLIN)
+        self._send_input()
 
     def run(self) -> LimitedRun:
         """Serve the pipes and measure, until the command has ended."""
         try:
-            self._send()
-            next_tick = self._start + TICK_S
-            deadline: float | None = None
-            while True:
-                now = time.monotonic()
-                ready = [descriptor for descriptor, _ in self._poll.poll(max(0.0, next_tick - now) * 1000)]
-                if self._end in ready:
-                    break
-                self._serve_pipes(ready)
-                now = time.monotonic()
-                if now >= next_tick:
-                    self._measure(now)
-                    next_tick = now + TICK_S
-                if self._run.limit is not None:
-                    deadline = deadline or now + _ENDING_S
-                    if now > deadline:
-                        raise SandboxError(f"its processes live {_ENDING_S:g} s after their end was ordered")
-            self._finish()
-            return self._run
+            while self.step():
+                pass
+            return self.finish()
         finally:
-            self._close()
+            self.close()
+
+    def step(self) -> bool:
+        """Serve the pipes and measure once; return True if the command runs. Raises SandboxError if it cannot end."""
+        wait_s = max(0.0, self._next_tick - time.monotonic())
+        ready = [descriptor for descriptor, _ in self._poll.poll(wait_s * 1000)]
+        if self._end in ready:
+            return False
+        self._serve_pipes(ready)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._measure(now)
+            self._next_tick = now + TICK_S
+        if self._run.limit is not None:
+            self._deadline = self._deadline or now + _ENDING_S
+            if now > self._deadline:
+                raise SandboxError(f"its processes live {_ENDING_S:g} s after their end was ordered")
+        return True
+
+    def send(self, request: bytes) -> None:
+        """Begin a request: the limits on time and output count from now on."""
+        self.resume()
+        self._start = time.monotonic()
+        self._next_tick = self._start + TICK_S
+        self._cpu_before_s = self._run.cpu_s
+        if self._keeper is not None:
+            self._cpu_before_s = read_tree(self._keeper).cpu_s
+        for output in self._outputs.values():
+            output.clear()
+        self._unsent = memoryview(bytes(self._unsent) + request)
+        self._send_input()
+
+    def take_line(self) -> bytes | None:
+        """Return the next line of the output; None if it is not there yet."""
+        line, newline, rest = self._outputs[self._stdout].partition(b"\n")
+        if not newline:
+            return None
+        self._outputs[self._stdout] = bytearray(rest)
+        return bytes(line)
+
+    def pause(self) -> None:
+        """Stop all processes until the next request. They are signalled again while one was not seen to stop."""
+        if self._keeper is None:
+            self._keeper = self._command.find_keeper(self._process.pid)
+        if self._keeper is None:
+            return
+        for _ in range(_MOST_PAUSES):
+            running_pids = [pid for pid in read_tree(self._keeper).pids if is_running(pid)]
+            if not running_pids:
+                return
+            for pid in running_pids:
+                send_signal(pid, signal.SIGSTOP)
+            time.sleep(_PAUSE_S)
+
+    def resume(self) -> None:
+        """Let all processes go on."""
+        if self._keeper is not None:
+            for pid in read_tree(self._keeper).pids:
+                send_signal(pid, signal.SIGCONT)
 
     def _serve_pipes(self, ready: Sequence[int]) -> None:
         """Send and receive on the pipes that are ready."""
         for descriptor in ready:
             if descriptor == self._stdin:
-                self._send()
+                self._send_input()
             elif descriptor in self._outputs:
                 self._receive(descriptor)
 
-    def _send(self) -> None:
+    def _send_input(self) -> None:
         """Send as much of the standard input as the pipe takes; close it at the end."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self._stdin, self._unsent[:_CHUNK]) :]
         except BlockingIOError:
+            self._poll.register(self._stdin, select.POLLOUT)
             return
         except OSError:
             # The program has closed its standard input.
             self._unsent = memoryview(b"")
-        self._poll.unregister(self._stdin)
-        os.close(self._stdin)
-        self._stdin = -1
+        with contextlib.suppress(KeyError):
+            self._poll.unregister(self._stdin)
+        if not self._keeps_input:
+            os.close(self._stdin)
+            self._stdin = -1
 
     def _receive(self, descriptor: int) -> None:
         """Read the output that is there. End the program if it is too much."""
@@ -161,7 +214,7 @@ class _Supervision:
                 self._end_at(Ending.PROCESSES)
             elif self._exceeds_memory(usage):
                 self._end_at(Ending.MEMORY)
-            elif usage.cpu_s > self._limits.cpu_s:
+            elif usage.cpu_s - self._cpu_before_s > self._limits.cpu_s:
                 self._end_at(Ending.CPU_TIME)
         if now - self._start > self._limits.wall_s:
             self._end_at(Ending.WALL_TIME)
@@ -183,7 +236,7 @@ class _Supervision:
             self._run.limit = limit
         self._command.stop(self._process)
 
-    def _finish(self) -> None:
+    def finish(self) -> LimitedRun:
         """Collect status, CPU time and the rest of the output after the end of the command."""
         _, status, usage = os.wait4(self._process.pid, 0)
         self._process.returncode = os.waitstatus_to_exitcode(status)
@@ -195,17 +248,22 @@ class _Supervision:
                 self._receive_rest(descriptor)
         self._run.stdout = bytes(self._outputs[self._stdout])
         self._run.stderr = bytes(self._outputs[self._stderr])
+        return self._run
 
     def _receive_rest(self, descriptor: int) -> None:
         with contextlib.suppress(KeyError, OSError):
             self._receive(descriptor)
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close all descriptors. End the command if an error left it running."""
         if self._process.returncode is None:
+            self.resume()
             self._command.stop(self._process)
-            self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_ENDING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
         for descriptor in (self._stdin, self._stdout, self._stderr, self._end):
@@ -278,7 +336,7 @@ def _read_ending(exit_code: int) -> Ending:
     return Ending.SIGNAL if 128 < exit_code <= 128 + 64 else Ending.EXITED
 
 
-def kill(pid: int) -> None:
-    """Send SIGKILL to a process, if it is there."""
+def send_signal(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to a process, if it is there."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)

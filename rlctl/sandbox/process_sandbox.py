@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.sandbox import confine
-from rlctl.sandbox.base import Guarantee, Limits, Program, Result, SandboxError, Strength, command_of
-from rlctl.sandbox.limited_run import STDIN, ConfinedCommand, make_result, run_limited
+from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of
+from rlctl.sandbox.limited_run import STDIN, ConfinedCommand, LimitedRun
+from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.process_tree import children_of
 from rlctl.sandbox.python_home import (
     NETWORK_FILES,
@@ -27,7 +29,7 @@ from rlctl.sandbox.python_home import (
     python_home,
 )
 from rlctl.sandbox.seccomp import make_filter
-from rlctl.sandbox.users import count_tasks, free_user
+from rlctl.sandbox.users import count_tasks, folder_user
 from rlctl.sandbox.work_folder import WorkFolder
 from rlctl.workers import supervisor
 
@@ -56,12 +58,13 @@ class Confinement:
     filter: str
 
 
-class ProcessSandbox:
+class ProcessSandbox(LocalSandbox):
     """Runs each program in its own process. readable: further folders that programs may read."""
 
     name = "process"
 
     def __init__(self, readable: Sequence[Path] = ()) -> None:
+        super().__init__()
         self._landlock = confine.landlock_version()
         self._has_root = os.geteuid() == 0
         self._readable = [*python_folders(), python_home(), *readable]
@@ -78,53 +81,39 @@ class ProcessSandbox:
             "forks": "enforced" if self._has_root else "watched",
         }
 
-    def run(self, program: Program, limits: Limits) -> Result:
-        """Run a program below two supervisors."""
+    @contextmanager
+    def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
+        """Make the command that runs a program below two supervisors."""
         argv, files = command_of(program, str(python_home() / "bin" / "python"))
-        user = free_user() if self._has_root else None
+        user = folder_user(program.folder) if self._has_root else None
         folder = WorkFolder(program.folder, user)
-        try:
+        with ExitStack() as stack:
+            stack.callback(folder.remove)
             folder.write(files)
             # The supervisor reports errors of its start to a socket. It starts a Python, so there are none.
-            unread, supervisor_end = socket.socketpair()
-            with unread, supervisor_end, tempfile.TemporaryFile() as status_file:
-                confinement = self._confine(program, limits, folder, user)
-                words = [STDIN, str(status_file.fileno()), *argv]
-                words = [
-                    *_SUPERVISOR,
-                    str(supervisor_end.fileno()),
-                    *_CONFINER,
-                    json.dumps(asdict(confinement)),
-                    *words,
-                ]
-                run = run_limited(
-                    ConfinedCommand(
-                        argv=words,
-                        variables={"PATH": os.environ.get("PATH", os.defpath)},
-                        find_keeper=_find_inner_supervisor,
-                        stop=_stop_supervisor,
-                        exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
-                        descriptors=[supervisor_end.fileno(), status_file.fileno()],
-                    ),
-                    program.stdin,
-                    limits,
-                )
+            _, supervisor_end = map(stack.enter_context, socket.socketpair())
+            status_file = stack.enter_context(tempfile.TemporaryFile())
+            confinement = json.dumps(asdict(self._make_confinement(program, limits, folder, user)))
+            words = [*_SUPERVISOR, str(supervisor_end.fileno()), *_CONFINER, confinement]
+
+            def read_exit_code(run: LimitedRun) -> int | None:
                 status_file.seek(0)
-                error = status_file.read().decode(errors="replace")
-            if error:
-                raise SandboxError(f"the program was not run: {error}")
-            # A negative status: a signal ended the supervisor itself.
-            exit_code = run.status if run.status >= 0 else None
-            return make_result(run, exit_code, program, folder, limits)
-        except OSError as error:
-            raise SandboxError(f"working folder: {error.strerror}") from error
-        finally:
-            folder.remove()
+                if error := status_file.read().decode(errors="replace"):
+                    raise SandboxError(f"the program was not run: {error}")
+                # A negative status: a signal ended the supervisor itself.
+                return run.status if run.status >= 0 else None
 
-    def close(self) -> None:
-        """Do nothing: no sandbox outlives its program."""
+            command = ConfinedCommand(
+                argv=[*words, STDIN, str(status_file.fileno()), *argv],
+                variables={"PATH": os.environ.get("PATH", os.defpath)},
+                find_keeper=_find_inner_supervisor,
+                stop=_stop_supervisor,
+                exceeds_files=lambda: folder.exceeds(limits.files_mib << 20),
+                descriptors=[supervisor_end.fileno(), status_file.fileno()],
+            )
+            yield ConfinedProgram(command, folder, read_exit_code)
 
-    def _confine(self, program: Program, limits: Limits, folder: WorkFolder, user: int | None) -> Confinement:
+    def _make_confinement(self, program: Program, limits: Limits, folder: WorkFolder, user: int | None) -> Confinement:
         """Return the arguments of `confine.py` for a program."""
         calls = make_filter(has_sockets=program.network, has_own_files=False) or b""
         work = str(folder.work)

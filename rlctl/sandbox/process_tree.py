@@ -71,6 +71,12 @@ def children_of(pid: int) -> list[int]:
     return children
 
 
+def is_running(pid: int) -> bool:
+    """Return True if a process runs: it is neither stopped by a signal nor ended."""
+    fields = _read_stat(pid)
+    return fields is not None and fields[0] not in (b"T", b"Z", b"X")
+
+
 def _read_stat(pid: int) -> list[bytes] | None:
     """Return the fields of /proc/PID/stat behind the program's name; None if the process has ended.
 

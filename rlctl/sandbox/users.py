@@ -30,6 +30,18 @@ def free_user() -> int:
     return first + size // 2 + offset % half
 
 
+def folder_user(folder: Path | None) -> int:
+    """Return the user id for a program in a kept folder: the earlier program's, so that both own the files.
+
+    None: a new folder, with a new user id.
+    """
+    if folder is not None:
+        owner = folder.stat().st_uid
+        if owner >= _FIRST_USER:
+            return owner
+    return free_user()
+
+
 def count_tasks(user: int) -> int:
     """Return the number of processes and threads of a user."""
     total = 0

@@ -111,6 +111,8 @@ def test_a_command_that_fails_is_no_verdict_and_its_stop_command_runs(tmp_path: 
         (["sandbox=command", "sandbox.command=no-such-program"], "there is no program no-such-program"),
         (["sandbox.require=[network, disk]"], "disk"),
         (["sandbox.readable=[/no/such]"], "there is no folder /no/such"),
+        (["environment.name=python", "sandbox.wall_s=30"], "must be below environment.timeout_s=30"),
+        (["environment.name=shell", "sandbox=url", "sandbox.url=http://x"], "keeps no state for the tools"),
         (["sandbox.stop_command=true"], "needs sandbox.command"),
     ],
 )
