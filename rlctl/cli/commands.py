@@ -32,7 +32,7 @@ WORDS = {
     "reward": f"a reward is a function: {_TRAIN} 'rewards=[{{name: my.py:function}}]'",
     "vllm-serve": _ONE_COMMAND,
     # verl, NeMo-RL
-    "ppo": f"there is no critic; GRPO takes its baseline from the group: {_TRAIN}",
+    "ppo": f"PPO is grpo with grpo.advantage.name=gae and a critic: {_TRAIN}",
     "rl": f"type {_TRAIN}",
     "merge": _WEIGHTS,
     "convert": _WEIGHTS,

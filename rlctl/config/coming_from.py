@@ -24,9 +24,9 @@ one command starts trainer ranks and engines. A reward function of TRL's form wo
     "verl": """verl splits a batch of prompts into mini-batches and each of these into micro-batches, by number.
 Here `grpo.updates_per_step` says how many updates a batch gives, and ranks pack sequences up to
 `trainer.micro_batch_tokens`. verl places worker groups on a pool of nodes times GPUs; here `trainer.num_ranks`,
-`generation.num_engines` and `placement.colocated` say the same. rlctl has no critic. A row's answer is in
-`reward_model.ground_truth` there; `data.train.answer_key` names that column here, and a recipe names its rewards
-where verl picks one by `data_source`.""",
+`generation.num_engines` and `placement.colocated` say the same. PPO is `grpo.advantage.name=gae` with a `critic`. A
+row's answer is in `reward_model.ground_truth` there; `data.train.answer_key` names that column here, and a recipe
+names its rewards where verl picks one by `data_source`.""",
     "NeMo-RL": """The names are the nearest: a step has `grpo.num_prompts_per_step` prompts with
 `grpo.num_generations_per_prompt` answers in both. NeMo-RL cuts this batch by `policy.train_global_batch_size`, in
 sequences; `grpo.updates_per_step` is the number of updates. NeMo-RL's environments score answers; here that is a

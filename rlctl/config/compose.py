@@ -47,6 +47,7 @@ NAMED = {**NAMED_SECTIONS, **_NAMED_ENTRIES}
 OPTIONAL_SECTIONS = {
     "lora": "lora",
     "teacher": "teacher",
+    "critic": "critic",
     "grpo.loss.distillation": "distillation",
     "sft.loss.distillation": "distillation",
 }

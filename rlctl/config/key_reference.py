@@ -95,6 +95,11 @@ _PURPOSES: dict[str, dict[str, list[str]]] = {
         "sft.loss.distillation": ["over", "divergence"],
         _TOP_LEVEL: ["teachers", "teacher_key", "roles"],
     },
+    "Train with a critic (PPO)": {
+        "grpo.advantage": ["name"],
+        "critic": ["path", "warm_up_steps", "value_clip"],
+        "critic.optimizer": ["lr"],
+    },
     "Play several turns or an agent": {
         "environment": ["name", "max_turns", "history", "tool_format"],
         "agent": ["name", "command"],

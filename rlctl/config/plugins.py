@@ -28,6 +28,7 @@ ADVANTAGES = {
     "gdpo": "rlctl.grpo.advantages.gdpo:Gdpo",
     "quantile": "rlctl.grpo.advantages.quantile:QuantileBaseline",
     "pass_at_k": "rlctl.grpo.advantages.pass_at_k:PassAtK",
+    "gae": "rlctl.grpo.advantages.gae:Gae",
 }
 # Name in the config -> class of the environment. The classes follow the interface in rlctl/environments/README.md.
 ENVIRONMENTS = {
@@ -67,6 +68,7 @@ METRICS = (
     "rlctl.rewards.metric_rows",
     "rlctl.grpo.metric_rows",
     "rlctl.grpo.losses.sections",
+    "rlctl.grpo.critic_rows",
     "rlctl.sft.metric_rows",
 )
 # Base classes of users' losses and advantages.

@@ -8,6 +8,7 @@ A key that is a Python keyword has a trailing underscore as a field (`async_`), 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from rlctl.config.critic_schema import CriticSection
 from rlctl.config.data_schema import DataSection
 from rlctl.config.environment_schema import AgentSection, EnvironmentSection
 from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
@@ -206,6 +207,10 @@ class GrpoConfig:
     roles: dict[str, RoleSection] = spec(
         "Further frozen models: NAME -> path and place, as of reference. A loss or an advantage of your own reads the "
         "log-probs of NAME as the column NAME_log_prob. {} has none."
+    )
+    critic: CriticSection | None = spec(
+        "The model that values the states of rollouts, for grpo.advantage.name=gae (PPO). null has none. {} is the "
+        "defaults of critic.yaml."
     )
     async_: AsyncSection = spec("Generation and training at the same time.")
     lora: LoraSection | None = spec(

@@ -26,7 +26,7 @@ _VERY_NEAR = 0.9
 # Fewest letters of a word that counts as a form of a longer one.
 _SHORTEST_FORM = 3
 # Sections of the models besides the policy.
-_OTHER_MODELS = ("reference", "teacher", "teachers", "roles", "rewards")
+_OTHER_MODELS = ("reference", "teacher", "teachers", "roles", "rewards", "critic")
 # One-word names that are clear without their section. Others, such as `type`, `enabled` or `path`, are not.
 _CLEAR_WORDS = ("betas", "colocated", "dtype", "eps", "lr", "rslora", "seed", "temperature", "tokenizer")
 
@@ -197,15 +197,25 @@ def _keys_with_name(name: str, keys: Mapping[str, bool], sections_only: bool) ->
 def _keys_of_one_meaning(path: str, keys: Mapping[str, bool], sections_only: bool) -> list[str]:
     """Return the keys with the path's last word in a similar section; if none, all such keys if the word is clear."""
     name = path.rpartition(".")[2]
-    same_name = _keys_with_name(name, keys, sections_only)
+    same_name = _prefer_policy(path, _keys_with_name(name, keys, sections_only))
     is_clear = _is_clear(name) or sections_only or "." not in path
     min_ratio = _SAME_SECTION if is_clear else _EQUAL_SECTION
     in_same_section = [key for key in same_name if _sections_ratio(path, key) >= min_ratio]
-    if in_same_section or not is_clear:
-        return in_same_section
-    # Models beside the policy repeat its keys: a path that names no such model means the policy's.
-    of_policy = [key for key in same_name if key.partition(".")[0] not in _OTHER_MODELS]
-    return of_policy or same_name
+    return in_same_section if in_same_section or not is_clear else same_name
+
+
+def _prefer_policy(path: str, keys: list[str]) -> list[str]:
+    """Return the policy's keys, because other models repeat them, or those of the other model that the path names.
+
+    Return all keys if that model has no such key.
+    """
+    named_models = {word for word in path.split(".") if word in _OTHER_MODELS}
+    sections = [key.partition(".")[0] for key in keys]
+    if named_models:
+        of_model = [key for key, section in zip(keys, sections) if section in named_models]
+    else:
+        of_model = [key for key, section in zip(keys, sections) if section not in _OTHER_MODELS]
+    return of_model or keys
 
 
 def _is_clear(name: str) -> bool:

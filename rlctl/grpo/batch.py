@@ -9,6 +9,7 @@ from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,9 +197,9 @@ def _find_bad_token(
 ) -> LeftOut | None:
     """Return the first sampled token at which a column is not finite; None if every sampled token is finite.
 
-    place: prompt's id and rollout's index. values, sampled: [T] of a trajectory.
+    place: prompt's id and rollout's index. values: [T, *shape] of a trajectory. sampled: [T].
     """
-    finite = np.isfinite(values)
+    finite = np.isfinite(values).reshape(len(values), -1).all(-1)
     # Return early in the usual case, which saves an array for each rollout.
     if finite.all():
         return None
@@ -211,7 +212,7 @@ def _find_bad_token(
         rollout=place[1],
         token=int(np.count_nonzero(sampled[:first])),
         column=column,
-        value=str(float(values[first])),
+        value=str(float(values[first].sum())),
     )
 
 
@@ -220,8 +221,8 @@ def add_column(
 ) -> TrainingBatch:
     """Return the batch with one more column, and with advantages if this was the last column that they read.
 
-    values: float32 [T] for each sequence. A rollout with a value that is not finite is left out: its reward counts in
-    no baseline.
+    values: float32 [T, *shape] for each sequence. A rollout with a value that is not finite is left out: its reward
+    counts in no baseline.
     """
     bad_rollouts: dict[int, LeftOut] = {}
     for row, place, sequence, column in zip(batch.rows, batch.places, batch.sequences, values):
@@ -290,13 +291,11 @@ def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatc
         columns = {name: _sampled_column(sequences_by_rollout, name) for name in advantage.columns}
         scored = replace(scored, columns=columns)
     advantages = token_advantages(advantage, scored)
-    # A rollout's advantages cover its sequences, one after the other.
-    advantaged = []
-    for sequences, rollout_advantages in zip(sequences_by_rollout, advantages):
-        ends = np.cumsum([int(np.count_nonzero(sequence.mask)) for sequence in sequences])[:-1]
-        for sequence, sampled_advantages in zip(sequences, np.split(rollout_advantages, ends)):
-            column = _spread_over_tokens(sequence.mask, sampled_advantages)
-            advantaged.append(replace(sequence, columns={**sequence.columns, ADVANTAGE.name: column}))
+    advantaged = list(chain.from_iterable(sequences_by_rollout))
+    sampled_columns: dict[str, Rows[NDArray[np.floating[Any]]]] = {ADVANTAGE.name: advantages}
+    sampled_columns |= advantage.learned_columns(scored)
+    for name, rows in sampled_columns.items():
+        advantaged = with_column(advantaged, name, _spread_over_sequences(sequences_by_rollout, rows))
     trained = np.flatnonzero(~batch.cut[batch.rows])
     return replace(
         batch,
@@ -305,6 +304,21 @@ def _with_advantages(batch: TrainingBatch, advantage: Advantage) -> TrainingBatc
         rows=batch.rows[trained],
         places=[batch.places[index] for index in trained],
     )
+
+
+def _spread_over_sequences(
+    sequences_by_rollout: Rows[Rows[TrainingSample]], rows: Rows[NDArray[np.floating[Any]]]
+) -> list[NDArray[np.float32]]:
+    """Return a column of every sequence, 0 at tokens that were not sampled.
+
+    rows: for each rollout the numbers of its sampled tokens. They cover its sequences, one after the other.
+    """
+    columns = []
+    for sequences, row in zip(sequences_by_rollout, rows):
+        ends = np.cumsum([int(np.count_nonzero(sequence.mask)) for sequence in sequences])[:-1]
+        for sequence, sampled_values in zip(sequences, np.split(row, ends)):
+            columns.append(_spread_over_tokens(sequence.mask, sampled_values.astype(np.float32)))
+    return columns
 
 
 def _sampled_column(sequences_by_rollout: Rows[Rows[TrainingSample]], name: str) -> list[NDArray[np.float32]]:

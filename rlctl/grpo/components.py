@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.generator_pool import GeneratorPool
+from rlctl.grpo.critic import Critic
 from rlctl.preflight.declared_columns import Role
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.frozen_scores import FrozenScores
@@ -47,6 +48,8 @@ class GrpoComponents:
     recorder: RunRecorder
     devices: Devices
     monitor: ResourceMonitor
+    # None for a run without critic.
+    critic: Critic | None
     # Models on engines that score, by role.
     frozen: Mapping[Role, FrozenScores]
     # Reward models; None without any.

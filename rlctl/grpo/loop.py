@@ -12,6 +12,7 @@ from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
 from rlctl.grpo.columns import LogProbs, begin_scores, models_of_sequences, score_by_models, score_on_engines
 from rlctl.grpo.components import GrpoComponents
+from rlctl.grpo.critic import write_with_critic
 from rlctl.grpo.group_record import group_records, recorded_keys
 from rlctl.grpo.health import grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
@@ -23,7 +24,7 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation, find_unreached_accuracy
-from rlctl.preflight.declared_columns import PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, Role, roles_by_column
+from rlctl.preflight.declared_columns import CRITIC, PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, Role, roles_by_column
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer, ScoreGroups
 from rlctl.rollout.types import RolloutGroup
@@ -46,7 +47,12 @@ class GrpoLoop(Loop):
         config = settled.config
         health = grpo_health(settled, parts.failure_cause, parts.tool_cause, mismatch_bound)
         super().__init__(
-            config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.begin_save, stop, health
+            num_steps=config.grpo.num_steps,
+            recorder=parts.recorder,
+            cursor=parts.source.cursor,
+            write=write_with_critic(parts.trainer, parts.critic),
+            stop=stop,
+            health=health,
         )
         self._settled = settled
         self._config = config
@@ -91,7 +97,8 @@ class GrpoLoop(Loop):
         self.done = version + 1
         if self._config.async_.enabled:
             self._compare_parity(step, self._sample_parity(step, self.done))
-        step.measured |= self._count_skipped_updates(self.done, step.skipped_updates)
+        skipped = [] if self._trains_critic_alone(version) else step.skipped_updates
+        step.measured |= self._count_skipped_updates(self.done, skipped)
         step.record(self._buffer, refit)
         self._say_not_replaced(step)
         if step.left_out:
@@ -142,7 +149,15 @@ class GrpoLoop(Loop):
             with step.phase("log_probs"):
                 batch = self._with_columns(batch, groups, step)
         step.collect(groups, batch)
+        if self._parts.critic and batch.sequences:
+            with step.phase("critic"):
+                step.measured |= self._parts.critic.train(batch)
+        if self._trains_critic_alone(step.version):
+            return
         yield from ([samples] for samples in batch.shares(self._config.grpo.updates_per_step))
+
+    def _trains_critic_alone(self, version: int) -> bool:
+        return self._parts.critic is not None and self._parts.critic.is_alone(version)
 
     def _parts_as_they_come(self, step: GrpoStep) -> Iterator[list[TrainingSample]]:
         """Yield the samples of the step's scored groups in parts, each once it has enough tokens to be worth a call."""
@@ -173,7 +188,12 @@ class GrpoLoop(Loop):
         return batch
 
     def _log_probs(self, samples: Sequence[TrainingSample], model: Role) -> list[LogProbs]:
-        """Return the log-probs of each sample under a model, by the trainer's ranks or by the model's engines."""
+        """Return the log-probs of each sample under a model, by the trainer's ranks or by the model's engines.
+
+        The critic gives its values.
+        """
+        if model == CRITIC and self._parts.critic:
+            return self._parts.critic.values(samples)
         scores = self._parts.frozen.get(model)
         return score_on_engines(scores, samples) if scores else self._parts.trainer.log_probs(samples, model)
 

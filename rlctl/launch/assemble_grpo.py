@@ -9,6 +9,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
 from rlctl.data.load_data import RunRows
 from rlctl.data.tasks import Task
+from rlctl.launch.critic import find_critic, load_critic, start_critic
 from rlctl.launch.loading import RunData, load_run_tasks
 from rlctl.launch.precompile import precompile, precompiles
 from rlctl.launch.roles import RoleFiles
@@ -16,6 +17,7 @@ from rlctl.launch.runtime import Allocation
 from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.critic import critic_settings
 from rlctl.preflight.declared_columns import Role, users_metrics
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import SettledGrpo
@@ -23,9 +25,11 @@ from rlctl.run.fingerprint import digest_rows
 
 if TYPE_CHECKING:
     from rlctl.grpo.components import GrpoComponents
+    from rlctl.grpo.critic import Critic
     from rlctl.grpo.loop import GrpoLoop
     from rlctl.telemetry.resource_monitor import ResourceMonitor
     from rlctl.training.trainer_group import TrainerGroup
+    from rlctl.workers.group import WorkerGroup
 
 
 @dataclass
@@ -39,6 +43,8 @@ class GrpoParts:
     # Models of the run's roles besides the policy.
     role_files: Mapping[Role, RoleFiles]
     probe_only: bool
+    # Ranks of the critic; None in a run without one, and before `start_models`.
+    critic_group: "WorkerGroup | None" = None
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
         """Tokenize the tasks. Try environments, rewards and a user's advantage on the first task."""
@@ -55,8 +61,20 @@ class GrpoParts:
             session.events.emit("warning", what=advantage_line)
         return data
 
+    def start_models(self, allocation: Allocation) -> "list[WorkerGroup]":
+        """Start the critic, if the run has one."""
+        folder = find_critic(self.settled, self.files, self.session.run_dir.path)
+        if folder is None:
+            return []
+        self.critic_group = start_critic(self.session, self.settled, folder, allocation)
+        return [self.critic_group]
+
     def make_loop(
-        self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
+        self,
+        allocation: Allocation,
+        trainer: "TrainerGroup",
+        source: TaskSource,
+        data: RunData[Task],
     ) -> "GrpoLoop | None":
         """Connect the refit and send the engines the trainer's weights. Compare log-probs of both if `run.probe` is
         set.
@@ -101,6 +119,7 @@ class GrpoParts:
                 recorder=session.recorder,
                 devices=devices,
                 monitor=monitor,
+                critic=self._make_critic(trainer),
                 frozen=frozen,
                 model_rewards=sampling.open_reward_models(trainer, frozen),
                 decode=sampling.decode,
@@ -142,6 +161,20 @@ class GrpoParts:
             values = components.model_rewards.try_on(sample_item(data.train[0]))
         text = ", ".join(f"{name} {value:g}" for name, value in values.items())
         self.session.events.emit("data", what=f"the first row's own answer has the value {text}")
+
+    def _make_critic(self, policy: "TrainerGroup") -> "Critic | None":
+        """Return the critic with the weights of the run's checkpoint, if there is one; None in a run without critic."""
+        from rlctl.grpo.critic import Critic
+        from rlctl.training.trainer_group import TrainerGroup
+
+        section = self.settled.config.critic
+        trainer = critic_settings(self.settled)
+        if self.critic_group is None or section is None or trainer is None:
+            return None
+        if self.session.checkpoint:
+            load_critic(self.critic_group, self.session.checkpoint)
+        shares_gpus = self.settled.device == "cuda"
+        return Critic(TrainerGroup(self.critic_group, trainer), policy, section, shares_gpus=shares_gpus)
 
     def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
         from rlctl.generation.engine import Engine

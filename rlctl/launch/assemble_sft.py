@@ -68,6 +68,10 @@ class SftParts:
             sampling.try_on(self.tasks[0])
         return data
 
+    def start_models(self, allocation: Allocation) -> "list[WorkerGroup]":
+        """Start nothing: SFT has the one model."""
+        return []
+
     def make_loop(
         self,
         allocation: Allocation,

@@ -4,7 +4,7 @@ Read `assemble` and `_start` from top to bottom. However the run ends, the parts
 algorithm adds its own parts by `AlgorithmParts`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,9 @@ class AlgorithmParts(Protocol):
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
         """Tokenize and check the rows. Runs on a separate thread. Raises DataError or RewardError."""
+
+    def start_models(self, allocation: Allocation) -> "list[WorkerGroup]":
+        """Start the algorithm's models besides policy and engines. Return their groups at once."""
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: RowSource[Any], data: RunData[Any]
@@ -177,7 +180,9 @@ def _start(
 
     specs = trainer_specs(session, placed, files, roles, allocation)
     group = WorkerGroup(specs, config.run.deadline_s)
-    stack.callback(group.kill)
+    groups = [group, *parts.start_models(allocation)]
+    for worker_group in groups:
+        stack.callback(worker_group.kill)
     _, ends = chat_loading.result()
     session.recorder.end_tokens = ends.stops
     pool = sampling.start_engines(allocation) if sampling else None
@@ -187,7 +192,8 @@ def _start(
     data = loading.result()
     session.recorder.export_dtype = placed.export_dtype
     with session.starting("trainer"):
-        group.built().wait(config.run.deadline_s)
+        for worker_group in groups:
+            worker_group.built().wait(config.run.deadline_s)
     trainer = TrainerGroup(group, placed.trainer)
     if precompiles(placed) and not (pool and pool.sleeps):
         # Engines start meanwhile.
@@ -196,10 +202,7 @@ def _start(
         with session.starting("generator"):
             for engine_pool in pools:
                 engine_pool.wait_until_built()
-    pids = {worker.name: worker.pid() for worker in group.workers}
-    for engine_pool in pools:
-        pids |= {engine.name: engine.pid() for engine in engine_pool.engines}
-    emit("processes", **pids)
+    emit("processes", **_process_ids(groups, pools))
 
     # The checkpoint is loaded before the first refit, so that engines get the weights that training continues from.
     source = RowSource(data.train, order_of(data.train, config))
@@ -207,6 +210,14 @@ def _start(
         group.call(TrainerWorker.load, str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     return parts.make_loop(allocation, trainer, source, data), group, pool
+
+
+def _process_ids(groups: "list[WorkerGroup]", pools: "Sequence[GeneratorPool]") -> dict[str, int]:
+    """Return process name -> id, of all ranks and engines."""
+    pids = {worker.name: worker.pid() for group in groups for worker in group.workers}
+    for pool in pools:
+        pids |= {engine.name: engine.pid() for engine in pool.engines}
+    return pids
 
 
 def _settle(settled: Settled, machine: RunMachine, files: ModelFiles, emit: Emit) -> Settled:

@@ -41,41 +41,61 @@ def trainer_specs(
 ) -> list[WorkerSpec]:
     """Return the spec of every trainer rank. roles: models of `settled.frozen_roles`."""
     config = settled.config
-    placement = allocation.placement
     # Optimizer state moves for generation only if engines share the device.
     for_engines = config.trainer.offload_optimizer_for_generation and settled.shares_devices
-    init_method = f"tcp://{allocation.meeting_point()}"
+    spec = replace(
+        trainer_spec(session, settled, files.folder, allocation),
+        config=replace(settled.trainer, offload_optimizer_for_generation=for_engines),
+        roles=roles,
+        adapter_folder=files.adapter,
+        base_name=None if config.model.random_init else files.base,
+    )
+    return rank_specs("trainer", spec, session, settled, allocation)
+
+
+def trainer_spec(session: Session, settled: Settled, folder: str, allocation: Allocation) -> TrainerSpec:
+    """Return the spec of rank 0 of a trainer whose first weights are in `folder`."""
+    config = settled.config
     updates = config.telemetry.profile_updates
     profile = None
     if updates:
         first, last = updates
         profile = ProfileSpec(str(session.run_dir.path / "profile"), first, last)
+    return TrainerSpec(
+        config=settled.trainer,
+        model_path=folder,
+        tokenizer_path=config.model.tokenizer or folder,
+        rank=0,
+        world=config.trainer.num_ranks,
+        init_method=f"tcp://{allocation.meeting_point()}",
+        device="cpu" if allocation.placement.device == "cpu" else "cuda:0",
+        # The trainer divides logits by the temperature, as engines do.
+        temperature=settled.grpo.config.generation.temperature if settled.grpo else 1.0,
+        total_updates=config.num_steps * config.step_shape.updates,
+        seed=config.run.seed,
+        profile=profile,
+        roles={},
+        copies=_copies(config.checkpoint),
+    )
+
+
+def rank_specs(
+    name: str, template: TrainerSpec, session: Session, settled: Settled, allocation: Allocation
+) -> list[WorkerSpec]:
+    """Return the worker spec of each rank of a trainer. Rank i is in the slot of the trainer's rank i.
+
+    name: of the processes, before their number. template: spec of rank 0.
+    """
+    placement = allocation.placement
     specs = []
-    for rank, slot in enumerate(placement.trainers):
+    for rank, slot in enumerate(placement.trainers[: template.world]):
         ranks_there, engines_there = placement.processes_on(slot.node)
         threads = settled.trainer_threads(allocation.cores(slot), ranks_there, engines_there)
-        spec = TrainerSpec(
-            config=replace(settled.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
-            model_path=files.folder,
-            tokenizer_path=config.model.tokenizer or files.folder,
-            rank=rank,
-            world=config.trainer.num_ranks,
-            init_method=init_method,
-            device="cpu" if placement.device == "cpu" else "cuda:0",
-            # The trainer divides logits by the temperature, as engines do.
-            temperature=settled.grpo.config.generation.temperature if settled.grpo else 1.0,
-            total_updates=config.num_steps * config.step_shape.updates,
-            seed=config.run.seed,
-            profile=profile,
-            roles=roles,
-            adapter_folder=files.adapter,
-            base_name=None if config.model.random_init else files.base,
-            copies=_copies(config.checkpoint),
-        )
+        spec = replace(template, rank=rank, config=replace(template.config, threads=threads))
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
-        log = f"{session.logs}/trainer-{rank}.log"
+        log = f"{session.logs}/{name}-{rank}.log"
         make = partial(TrainerWorker, spec)
-        specs.append(WorkerSpec(f"trainer-{rank}", make, env, log, node=allocation.node(slot), waits=session.waits))
+        specs.append(WorkerSpec(f"{name}-{rank}", make, env, log, node=allocation.node(slot), waits=session.waits))
     return specs
 
 

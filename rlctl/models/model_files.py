@@ -50,15 +50,16 @@ class ModelFiles:
         seed: int,
         merge: bool = False,
         base: str | None = None,
-        head: HeadKind = "causal",
+        head: HeadKind | None = "causal",
     ) -> "ModelFiles":
         """Make a model's folder ready on this machine, and return it with the model's facts.
 
         A hub model is downloaded once into the Hugging Face cache. For an adapter the base model is prepared too.
         merge: write an adapter's sum with its base into the run directory, and return this folder. base: an adapter's
         base model; None: the one that it names. With `random_init` a random model is written there, once for all
-        attempts. head: the kind of head that is needed. Raises ModelError for a model that rlctl does not train, for
-        another head, for quantised, truncated or missing weights, and for an adapter trained on other base weights.
+        attempts. head: the kind of head that is needed; None for any. Raises ModelError for a model that rlctl does not
+        train, for another head, for quantised, truncated or missing weights, and for an adapter trained on other base
+        weights.
         """
         adapter = _fetch_adapter(model.path)
         # Folder or hub name of the model without adapters.
@@ -77,7 +78,7 @@ class ModelFiles:
             check_weights(Path(source))
             folder = source
         facts = find_facts(Path(folder))
-        if problem := head_problem(Path(folder), head):
+        if head and (problem := head_problem(Path(folder), head)):
             raise ModelError(problem)
         if adapter is None:
             return cls(folder, source, facts, base=base)
@@ -143,6 +144,23 @@ def _make_random(shape: str, folder: str, seed: int) -> None:
         module="rlctl.models.meta_model",
         arguments=[shape, folder, str(seed)],
     )
+
+
+def make_value_folder(source: Path, folder: Path, seed: int) -> Path:
+    """Write a model folder with the weights of `source` and a value head of zeros, unless it exists; return it.
+
+    Raises ModelError.
+    """
+    try:
+        _make_folder(
+            folder,
+            failure=f"no model with a value head of {source}",
+            module="rlctl.models.value_folder",
+            arguments=[str(source), str(folder), str(seed), "0"],
+        )
+    except RuntimeError as error:
+        raise ModelError(str(error)) from error
+    return folder
 
 
 def _make_folder(folder: Path, *, failure: str, module: str, arguments: Sequence[str]) -> None:

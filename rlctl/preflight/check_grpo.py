@@ -98,7 +98,8 @@ def check_advantage(settled: SettledGrpo) -> Violations:
             yield Violation("grpo.dynamic_sampling.filter", message, ("rewards",))
         return
     key = "grpo.num_generations_per_prompt"
-    if config.grpo.num_generations_per_prompt == 1 and not isinstance(config.grpo.advantage, UserClassSection):
+    is_of_group = not isinstance(config.grpo.advantage, UserClassSection) and config.critic is None
+    if config.grpo.num_generations_per_prompt == 1 and is_of_group:
         message = "must be at least 2, not 1: a rollout's advantage is its distance from others of its group"
         yield Violation(key, message, ("rewards", "grpo.advantage.name"))
         return

@@ -31,6 +31,7 @@ from rlctl.preflight.check_sandbox import check_sandbox
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.check_trainer import check_backends, check_batch, check_offload, check_optimizer, check_profile
 from rlctl.preflight.cluster_plan import check_nodes
+from rlctl.preflight.critic import check_critic
 from rlctl.preflight.settled import Settled
 
 
@@ -68,6 +69,7 @@ def check(settled: Settled, origins: dict[str, Origin], *, resume: bool, away: b
             check_sandbox(grpo.config, away),
             check_algorithm(grpo, away),
             check_advantage(grpo),
+            check_critic(grpo),
             check_sampling(grpo),
             check_overlong(grpo.config),
             check_engines(grpo, away),

@@ -70,7 +70,16 @@ AGE = Column("age")
 PROXIMAL_LOG_PROB = Column("proximal_log_prob", role="policy")
 REFERENCE_LOG_PROB = Column("reference_log_prob", role="reference")
 TEACHER_LOG_PROB = Column("teacher_log_prob", role="teacher")
-_ALL_COLUMNS = (ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, TEACHER_LOG_PROB)
+# Role of the run's second trained model, see `config.critic_schema`.
+CRITIC: Role = "critic"
+# At each token the critic's value of the tokens before it, and of the tokens up to and including it.
+VALUE = Column("value", shape=(2,), role=CRITIC)
+# The critic's target at each token. The advantage computes it.
+RETURN = Column("return")
+_ALL_COLUMNS = (
+    *(ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, TEACHER_LOG_PROB),
+    *(VALUE, RETURN),
+)
 # Column by name. A step computes columns in this order.
 COLUMNS = {column.name: column for column in _ALL_COLUMNS}
 
@@ -167,6 +176,9 @@ def missing_columns(config: GrpoConfig) -> dict[str, str]:
         missing[AGE.name] = reason
     if config.teacher is None and not config.teachers:
         missing[TEACHER_LOG_PROB.name] = "the run has no teacher; set teacher.path"
+    if config.critic is None:
+        missing[VALUE.name] = "the run has no critic; set critic={}"
+    missing[RETURN.name] = "the critic's loss alone reads it"
     return missing
 
 

@@ -11,6 +11,7 @@ from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, backend_of, layout_of
 from rlctl.preflight.check_model import model_notes
+from rlctl.preflight.critic import PlacedStates, add_critic, critic_bytes, critic_note, critic_settings, critic_sizes
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.memory import (
     REFIT_GROUPS,
@@ -166,9 +167,11 @@ def make_plan(
 
 
 def _scoring_notes(settled: Settled) -> list[str]:
-    """Return a note for each role on engines: its devices, and the bytes of each."""
+    """Return a note for each role on engines: its devices, and the bytes of each. The critic has one too."""
     roles = settled.placed_roles.values()
-    return [f"{role.name} on engines: {role.reason}" for role in roles if role.place == "engines"]
+    notes = [f"{role.name} on engines: {role.reason}" for role in roles if role.place == "engines"]
+    note = critic_note(settled)
+    return notes if note is None else [*notes, note]
 
 
 def forecast(settled: Settled, placement: Placement | None = None) -> Memory | None:
@@ -183,6 +186,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
     if sizes is None:
         return None
     trainer_items = trainer_bytes(settled.trainer, sizes, device, settled.held_roles)
+    trainer_items |= critic_bytes(settled, trainer_items, device)
     host_items = _checkpoint_copies(settled, sizes)
     if device == "cpu":
         trainer_items |= host_items
@@ -194,14 +198,7 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
         shared=False,
         awake=False,
         kv_sequences=None,
-        placed_states=placed_states(
-            trainer=settled.trainer,
-            sizes=sizes,
-            device=device,
-            shared=settled.shares_devices,
-            phases=settled.phases,
-            frozen=settled.held_roles,
-        ),
+        placed_states=_place_states(settled, sizes),
         host=host_items,
     )
     if sampling is None:
@@ -234,6 +231,19 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
         awake=not generation.sleep,
         kv_sequences=kv_sequences,
     )
+
+
+def _place_states(settled: Settled, sizes: ModelSizes) -> PlacedStates:
+    """Return phase -> state or role -> its place and bytes for one rank."""
+    placed = placed_states(
+        trainer=settled.trainer,
+        sizes=sizes,
+        device=settled.device,
+        shared=settled.shares_devices,
+        phases=settled.phases,
+        frozen=settled.held_roles,
+    )
+    return add_critic(settled, placed)
 
 
 def refit_groups(settled: SettledGrpo, placement: Placement) -> int:
@@ -303,7 +313,7 @@ def _checkpoint_bytes(settled: Settled) -> int | None:
     """Return the bytes of a checkpoint with its export; None until the model's sizes are known.
 
     A checkpoint has weights and AdamW's two moments in float32, and the exported weights. With adapters it has only
-    those of the adapters, all in float32.
+    those of the adapters, all in float32. The critic's are like the policy's.
     """
     if settled.facts is None:
         return None
@@ -315,7 +325,11 @@ def _checkpoint_bytes(settled: Settled) -> int | None:
     parameter_bytes = 3 * FLOAT32
     if settled.config.checkpoint.export:
         parameter_bytes += exported_bytes
-    return parameters * parameter_bytes
+    critic = critic_sizes(settled)
+    if critic is None:
+        return parameters * parameter_bytes
+    critic_bytes_each = 3 * FLOAT32 + (DTYPE_BYTES[settled.export_dtype] if settled.config.checkpoint.export else 0)
+    return parameters * parameter_bytes + critic.parameters * critic_bytes_each
 
 
 def _why_too_large(settled: Settled, memory: Memory | None) -> str | None:
@@ -328,7 +342,8 @@ def _why_too_large(settled: Settled, memory: Memory | None) -> str | None:
     device_gib = f"{memory.capacity / 2**30:.1f} GiB"
     advice = backend_of(settled.trainer).more_room(settled.trainer, memory.state_peak, memory.capacity)
     problem = f"weights, gradients and optimizer state alone take {state_gib} of each device, which has {device_gib}"
-    return f"{problem}; {advice}"
+    share = "; the weights of the critic are among them" if critic_settings(settled) else ""
+    return f"{problem}{share}; {advice}"
 
 
 def _why_unsaved(schedule: Schedule) -> str | None:

@@ -23,7 +23,7 @@ from rlctl.models.model_settings import settings_of
 from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.backend import FLOAT32, backend_of
 from rlctl.preflight.choices import USABLE
-from rlctl.preflight.declared_columns import HeldRole, Role, RolePlace, read_columns, roles_by_column
+from rlctl.preflight.declared_columns import CRITIC, HeldRole, Role, RolePlace, read_columns, roles_by_column
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_bytes, show_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
@@ -206,7 +206,7 @@ def read_roles(config: RunConfig) -> tuple[Role, ...]:
     for role in dict.fromkeys(roles_by_column(read_columns(config)).values()):
         if role == TEACHER and config.teachers:
             roles += [f"teachers.{name}" for name in config.teachers]
-        elif role != "policy":
+        elif role not in ("policy", CRITIC):
             roles.append(role)
     roles += map(reward_role, reward_models(config))
     return tuple(dict.fromkeys(roles))

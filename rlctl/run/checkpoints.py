@@ -46,6 +46,11 @@ class Checkpoint:
         return self.path / "trainer"
 
     @property
+    def critic(self) -> Path:
+        """Folder of the critic's part. It exists only in a run with a critic."""
+        return self.path / "critic"
+
+    @property
     def export(self) -> Path:
         """Hugging Face folder of the weights. It exists only if the config asks for an export."""
         return self.path / "hf"

@@ -20,10 +20,11 @@ from rlctl.config.grpo_schema import AdvantageScope, UserAdvantageSection
 from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.advantages.grouped_values import Floats as Floats
+from rlctl.grpo.advantages.grouped_values import GroupedValues
 from rlctl.rollout.types import Rollout
 from rlctl.utils.user_code import defined_at, error_text, load_object, raised_at, shorten_text
 
-Floats = NDArray[np.float64]
 Floats32 = NDArray[np.float32]
 # Added to divisors, which may be nearly 0 for values that differ only by rounding. verl and NeMo-RL use the same value.
 EPSILON = 1e-6
@@ -53,10 +54,14 @@ class ScoredRollouts:
     right: NDArray[np.bool_]
     # For each rollout, int64 [sampled tokens]: the index of each sampled token's turn, counted from 0 without gaps.
     turns: Rows[NDArray[np.int64]]
-    # Name of a column in `Advantage.columns` -> for each rollout, float32 [sampled tokens].
+    # Name of a column in `Advantage.columns` -> for each rollout, float32 [sampled tokens, *shape].
     columns: Mapping[str, Rows[Floats32]] = field(default_factory=dict)
+    # bool [n]: true for a rollout that ended at a limit of its length; empty: none did.
+    is_cut: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def __post_init__(self) -> None:
+        if not len(self.is_cut):
+            object.__setattr__(self, "is_cut", np.zeros(len(self.turns), np.bool_))
         columns = {"reward": self.reward, **{f"reward {name}": part for name, part in self.parts.items()}}
         shapes = {name: column.shape for name, column in columns.items()}
         if {self.group.shape, self.right.shape, *shapes.values()} != {(len(self.turns),)}:
@@ -84,6 +89,7 @@ class ScoredRollouts:
             weights={name: weights.get(name, 1.0) for name in names},
             right=np.array([score.right for score in scores], np.bool_),
             turns=[turn_of_tokens(rollout.sampled) for rollout in rollouts],
+            is_cut=np.array([rollout.is_cut for rollout in rollouts], np.bool_),
         )
 
     @classmethod
@@ -104,6 +110,7 @@ class ScoredRollouts:
             weights=weights,
             right=np.concatenate([batch.right for batch in batches]),
             turns=list(chain.from_iterable(batch.turns for batch in batches)),
+            is_cut=np.concatenate([batch.is_cut for batch in batches]),
         )
 
     def __len__(self) -> int:
@@ -125,6 +132,7 @@ class ScoredRollouts:
             right=self.right[rows],
             turns=[self.turns[row] for row in rows],
             columns={name: [column[row] for row in rows] for name, column in self.columns.items()},
+            is_cut=self.is_cut[rows],
         )
 
     def groups(self) -> Iterator[NDArray[np.intp]]:
@@ -135,60 +143,6 @@ class ScoredRollouts:
     def by_group(self, values: ArrayLike) -> "GroupedValues":
         """Return `values` [n], one for each rollout, sorted by group."""
         return GroupedValues.sort(np.asarray(values, np.float64), self.group)
-
-
-@dataclass(frozen=True)
-class GroupedValues:
-    """Values of n rollouts, sorted by (group, value), so that no sum over a group depends on the rollouts' order.
-
-    Arrays with one value for each group are [groups]. Arrays with one value for each rollout are [n], in sorted order.
-    """
-
-    # float64 [n].
-    values: Floats
-    # intp [n]: index of the rollout of each sorted value.
-    order: NDArray[np.intp]
-    # intp [groups]: index in `values` of each group's first value.
-    starts: NDArray[np.intp]
-    # intp [groups]: number of values of each group.
-    sizes: NDArray[np.intp]
-
-    @classmethod
-    def sort(cls, values: Floats, groups: NDArray[np.int64]) -> Self:
-        """Sort `values` by `groups`, the number of each value's group."""
-        order = np.lexsort((values, groups))
-        _, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
-        return cls(values[order], order, starts, sizes)
-
-    @cached_property
-    def mean(self) -> Floats:
-        """Mean of each group, [groups]. The mean of equal values is exactly their value, without rounding."""
-        first = self.values[self.starts]
-        uniform = first == self.values[self.starts + self.sizes - 1]
-        mean: Floats = np.where(uniform, first, np.add.reduceat(self.values, self.starts) / self.sizes)
-        return mean
-
-    @cached_property
-    def centred(self) -> Floats:
-        """Values minus their group's mean, [n]."""
-        return self.values - self.spread(self.mean)
-
-    @cached_property
-    def std(self) -> Floats:
-        """Sample standard deviation of each group, [groups] (divisor: size - 1); 0 for a group of one value."""
-        variance: Floats = np.add.reduceat(self.centred**2, self.starts) / np.maximum(self.sizes - 1, 1)
-        return np.sqrt(variance)
-
-    def spread(self, per_group: ArrayLike) -> Floats:
-        """Return an array [n] with each group's number at all sorted values of the group. per_group: [groups]."""
-        spread: Floats = np.repeat(np.asarray(per_group, np.float64), self.sizes)
-        return spread
-
-    def by_row(self, values: Floats) -> Floats:
-        """Return `values` [n], which are in sorted order, in the order of the rollouts."""
-        unsorted = np.empty_like(values)
-        unsorted[self.order] = values
-        return unsorted
 
 
 @dataclass(frozen=True)
@@ -203,6 +157,10 @@ class Advantage(ABC):
     @abstractmethod
     def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
         """Return one advantage for each rollout, [n], or for each rollout one array: [turns] or [sampled tokens]."""
+
+    def learned_columns(self, rollouts: ScoredRollouts) -> Mapping[str, Rows[Floats]]:
+        """Return columns that a critic learns from: name -> for each rollout one number for each sampled token."""
+        return {}
 
     @classmethod
     def from_config(cls, config: GrpoConfig) -> Self:

@@ -62,6 +62,33 @@ class PassAtKSection(AdvantageSection):
         return "k", f"must be below grpo.num_generations_per_prompt={size}, not {self.k}: every advantage would be 0"
 
 
+@dataclass
+class GaeSection(AdvantageSection):
+    scope: ClassVar[AdvantageScope] = "batch"
+    name: Literal["gae"] = spec("Generalised advantage estimation, from the values of a critic (PPO).")
+    gamma: float = spec("The discount of a token's reward and value at the token before.", gt=0, le=1)
+    lam: float = spec(
+        "The weight of later tokens: 0 is the reward and the next value against the value, 1 is all that comes.",
+        ge=0,
+        le=1,
+    )
+    whiten: bool = spec("Give the advantages of the step's tokens mean 0 and variance 1.")
+    bootstrap_cut: bool = spec(
+        "Where a rollout was cut at a limit of its length, count the critic's value of its end as what would have "
+        "come. If false, that is 0, as after a rollout that ended."
+    )
+    kl_coef: float = spec("The weight of the KL to the reference in each token's reward. 0 has none.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = spec(
+        "Only with kl_coef: the estimate at a token, with x = log(reference / policy): k1 is -x, k2 is x^2 / 2, k3 is "
+        "exp(x) - 1 - x."
+    )
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Columns that the advantage reads."""
+        return ("value", "rollout_log_prob", "reference_log_prob") if self.kl_coef else ("value",)
+
+
 AnyAdvantageSection = (
     GroupMeanSection
     | LeaveOneOutSection
@@ -69,5 +96,6 @@ AnyAdvantageSection = (
     | GdpoSection
     | QuantileSection
     | PassAtKSection
+    | GaeSection
     | UserAdvantageSection
 )

@@ -14,7 +14,7 @@ from rlctl.grpo.advantages.base import (
     make_advantage,
     token_advantages,
 )
-from rlctl.preflight.declared_columns import AGE
+from rlctl.preflight.declared_columns import AGE, column_of
 from rlctl.utils.user_code import looks_like_bug
 
 
@@ -74,7 +74,7 @@ def _made_up(config: GrpoConfig, columns: Iterable[str]) -> ScoredRollouts:
         right=reward == 1,
         turns=turns,
         columns={
-            name: [np.full(len(rollout_turns), value, np.float32) for rollout_turns in turns]
+            name: [np.full((len(rollout_turns), *column_of(name).shape), value, np.float32) for rollout_turns in turns]
             for name, value in values.items()
         },
     )

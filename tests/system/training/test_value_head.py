@@ -1,4 +1,4 @@
-"""A model with a value head gives transformers' own outputs for each token, trains, and is saved as it was read."""
+"""A model with a value head gives transformers' outputs for each token, trains, and is saved as it was read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -14,7 +14,7 @@ from tests.unit.cli.conftest import Rlctl
         ("sft", "rlctl has no `sft`; did you mean rlctl train sft or rlctl bench sft?"),
         ("dpo", "pairs of answers train nothing here: rlctl train sft RECIPE, or rlctl train grpo RECIPE"),
         ("vllm-serve --model x", "rlctl train grpo RECIPE starts trainer, engines and environments"),
-        ("ppo", "there is no critic; GRPO takes its baseline from the group: rlctl train grpo RECIPE"),
+        ("ppo", "PPO is grpo with grpo.advantage.name=gae and a critic: rlctl train grpo RECIPE"),
         ("rloo", "rlctl train grpo rloo-tiny tries it; `defaults: [my.yaml, algorithms/rloo]` is it over a recipe"),
         ("merge", "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"),
         ("rl @ rl.toml", "type rlctl train grpo RECIPE"),
@@ -23,7 +23,7 @@ from tests.unit.cli.conftest import Rlctl
         ("generate", "rlctl chat RUN answers in the terminal, and each line of a pipe"),
         ("evaluate", "rlctl eval RUN measures it"),
         # The same within a group, and slips.
-        ("train ppo", "there is no critic; GRPO takes its baseline from the group: rlctl train grpo RECIPE"),
+        ("train ppo", "PPO is grpo with grpo.advantage.name=gae and a critic: rlctl train grpo RECIPE"),
         ("train my.yaml", "name the kind of run first: rlctl train grpo my.yaml, or rlctl train sft my.yaml"),
         ("sft-tiny", "did you mean rlctl train sft sft-tiny?"),
         ("runs ls", "did you mean list?"),

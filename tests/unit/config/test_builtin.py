@@ -8,6 +8,7 @@ import pytest
 from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import NAMED_SECTIONS, OPTIONAL_SECTIONS, compose, defaults_of
 from rlctl.config.convert import Converter
+from rlctl.config.critic_schema import CriticSection
 from rlctl.config.data_schema import SourceSection
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
@@ -41,6 +42,7 @@ NAMED = {
     "lora": LoraSection,
     "teacher": TeacherSection,
     "role": RoleSection,
+    "critic": CriticSection,
     "distillation": DistillationSection,
 }
 

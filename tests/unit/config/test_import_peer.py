@@ -1,4 +1,4 @@
-"""A config of another tool becomes the draft of a recipe; the page for those who come from these tools is generated."""
+"""A config of another tool becomes the draft of a recipe; the page on coming from such tools is generated."""
 
 import subprocess
 import sys
@@ -102,7 +102,8 @@ def test_a_draft_has_no_key_that_rlctl_does_not_know(tmp_path: Path, text: str, 
 
 
 def test_a_part_that_rlctl_lacks_is_named(tmp_path: Path) -> None:
-    assert "rlctl has no " in "\n".join(line for line in draft(tmp_path, VERL).text.splitlines() if "critic" in line)
+    text = draft(tmp_path, VERL + "reward_manager: {name: dapo}\n").text
+    assert "rlctl has no " in "\n".join(line for line in text.splitlines() if "reward_manager" in line)
 
 
 def test_a_recipe_of_rlctl_and_a_file_of_no_tool_are_refused(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("data.truncation=error", "rlctl has no truncation: prompts above data.max_prompt_length, and samples above "
          "model.max_length, are left out and counted"),
         ("data.train_files=[a]", "verl's data.train_files is data.train.path: a file or a list of files"),
-        ("trainer.critic_warmup=0", "rlctl has no critic: baselines are of the group"),
-        ("critic.optim.lr=1e-5", "rlctl has no critic: baselines are of the group"),
+        ("trainer.critic_warmup=0", "verl's trainer.critic_warmup is critic.warm_up_steps: with "
+         "grpo.advantage.name=gae"),
         ("actor_rollout_ref.model.use_remove_padding=true", "verl's actor_rollout_ref.model.use_remove_padding is "
          "trainer.micro_batch_tokens: always: sequences are packed, none is padded"),
         ("eval_strategy=steps", "TRL's eval_strategy is validation.every: a number of steps; 0 is its no"),
@@ -225,7 +225,9 @@ def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(hom
         f"x.yaml:{first_line + 3}: actor_rollout_ref.actor.optim.lr: unknown key; "
         "verl's actor_rollout_ref.actor.optim.lr is trainer.optimizer.lr",
         f"x.yaml:{first_line}: actor_rollout_ref: unknown section; rlctl has nothing for rollout.free_cache_engine",
-        f"x.yaml:{first_line + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
+        f"x.yaml:{first_line + 5}: critic.optim.lr: unknown key; "
+        "verl's critic.optim.lr is critic.optimizer.lr: with grpo.advantage.name=gae",
+        "configs/critic.yaml:3: critic: nothing reads its values: set grpo.advantage.name=gae, or critic=null",
     ]
 
 

@@ -17,6 +17,7 @@ from rlctl.config.fields import keys_of, literals, sections_of
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.advantages.batch_normalized import BatchNormalized
+from rlctl.grpo.advantages.gae import Gae
 from rlctl.grpo.advantages.gdpo import Gdpo
 from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.advantages.leave_one_out import LeaveOneOut
@@ -164,7 +165,8 @@ steps = st.lists(toy_rollouts, min_size=1, max_size=16)
 
 def test_every_name_has_a_reference_here_and_the_scope_that_the_config_knows() -> None:
     classes = {name: load_object(location) for name, location in ADVANTAGES.items()}
-    assert {type(advantage) for advantage in ALL} == set(classes.values())
+    # Gae reads a critic's values, see test_gae.py.
+    assert {type(advantage) for advantage in ALL} == set(classes.values()) - {Gae}
     expected_scopes = {}
     for section in sections_of(AnyAdvantageSection)[:-1]:
         name = literals(keys_of(section)["name"].type)[0]
