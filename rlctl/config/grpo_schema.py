@@ -24,8 +24,8 @@ class RewardEntry:
 @dataclass
 class RewardSection(RewardEntry):
     name: str = spec(
-        "A built-in reward (exact, regex, math_verify, reasoning_gym), model, or a function: module:function or "
-        "file.py:function.",
+        "A built-in reward (exact, regex, math_verify, reasoning_gym), model, python_tests, or a function: "
+        "module:function or file.py:function.",
         path="plugin",
     )
     pattern: str | None = spec(
@@ -60,7 +60,31 @@ class ModelRewardSection(RewardEntry):
     )
 
 
-AnyRewardSection = ModelRewardSection | RewardSection
+@dataclass
+class ProgramRewardSection(RewardEntry):
+    name: Literal["python_tests"] = spec("The tests of a row, which a program in the answer must pass in a sandbox.")
+    score: Literal["all", "share"] = spec(
+        "The worth of a program. all: 1 if it passes every test of its row, else 0; they end at the first failure. "
+        "share: the share of the tests that it passes."
+    )
+    cpu_s: float = seconds("The CPU time of one test, in seconds.", gt=0)
+    idle_s: float = seconds("The time for which one test may sleep, in seconds. Waiting for a core is no sleep.", gt=0)
+    wall_s: float = seconds(
+        "A program whose tests take longer than this, in seconds, has no result: a failure, and no 0.", gt=0
+    )
+    memory_mib: int = spec("The memory of a program, in MiB.", ge=32)
+    cache: bool = spec(
+        "The result of a program that reads neither a clock nor random numbers is kept for the run, and serves equal "
+        "programs of the same tests."
+    )
+    command: str | None = spec(
+        "Another language than Python: a shell command that runs the file `program` with each input, for example "
+        "`node program`. Only for rows whose tests are standard input and output."
+    )
+    column: str | None = spec("The column with the tests. null takes the known ones.")
+
+
+AnyRewardSection = ModelRewardSection | ProgramRewardSection | RewardSection
 
 
 @dataclass

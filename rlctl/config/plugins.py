@@ -9,7 +9,7 @@ from rlctl.config.grpo_schema import ModelRewardSection, RewardEntry
 # Name in the config -> function that builds the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
 # Names of rewards that score without a reference answer.
-_WITHOUT_ANSWERS = ("model", "reasoning_gym")
+_WITHOUT_ANSWERS = ("model", "python_tests", "reasoning_gym")
 # Prefix of a data set's path (before the colon) -> class that generates its rows.
 ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
 # Name in the config -> class of the loss; below, of the advantage.
@@ -98,7 +98,7 @@ ENVIRONMENT_REWARD = "environment"
 
 
 def needs_answers(rewards: Sequence[RewardEntry]) -> bool:
-    """Return True if a reward needs the reference answer: a built-in one, but not a model or reasoning_gym."""
+    """Return True if a reward needs the reference answer: a built-in one, but no model, tests or reasoning_gym."""
     return any(":" not in reward.name and reward.name not in _WITHOUT_ANSWERS for reward in rewards)
 
 

@@ -56,6 +56,8 @@ class GrpoComponents:
     model_rewards: ModelRewards | None
     # Decodes tokens to text, including special tokens, for records.
     decode: Decode
+    # Returns metrics of the rewards' programs since the last call; empty if no reward runs programs.
+    program_metrics: Callable[[], dict[str, float]]
     # Returns the most common cause of failed rewards or episodes; empty if none failed.
     failure_cause: Callable[[], str]
     # Returns the most common cause of failed tools; empty if none failed.

@@ -108,6 +108,7 @@ class GrpoStep:
         updates = [update.metrics for update in self.updates]
         ended = groups + [group for group, _ in waste.filtered]
         metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        metrics |= parts.program_metrics()
         metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
         # The lengths are taken even if they are not recorded, because the buffer would collect more and more.
         lengths = buffer.sampled_lengths()

@@ -123,6 +123,7 @@ class GrpoParts:
                 frozen=frozen,
                 model_rewards=sampling.open_reward_models(trainer, frozen),
                 decode=sampling.decode,
+                program_metrics=sampling.scorer.programs.take_metrics,
                 failure_cause=self._failure_cause,
                 tool_cause=self._tool_cause,
             )

@@ -14,7 +14,7 @@ from shlex import quote
 
 from rlctl.config.data_schema import DatasetSection
 from rlctl.config.errors import ConfigError, Problem, did_you_mean, shorten
-from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import RunConfig
@@ -100,7 +100,7 @@ def _check_dataset(
 
 def check_reward(reward: AnyRewardSection) -> Iterator[tuple[str, str]]:
     """Yield (key, problem) for each wrong key of one reward. `check_roles` has those of a reward model's files."""
-    if isinstance(reward, ModelRewardSection):
+    if not isinstance(reward, RewardSection):
         return
     if reward.name == "regex" and reward.pattern is None:
         yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection, ProgramRewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.rewards.base import NEEDS_EPISODE, Reward, RewardError, RewardInput
 from rlctl.utils.user_code import defined_at, import_error, load_module
@@ -31,7 +31,7 @@ def load_reward(section: AnyRewardSection) -> Reward:
 
     Raises RewardError if there is no such function, or if it cannot be called as a reward.
     """
-    if isinstance(section, ModelRewardSection):
+    if isinstance(section, ModelRewardSection | ProgramRewardSection):
         return Reward.of_function(_refuse_call)
     if section.name not in REWARDS:
         return _load_user_reward(section.name)
@@ -43,8 +43,8 @@ def load_reward(section: AnyRewardSection) -> Reward:
 
 
 def _refuse_call(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    """Stand in for a reward model, which no process calls."""
-    raise RewardError("is a model: no process calls it")
+    """Stand in for a reward model or tests of programs, which no process calls."""
+    raise RewardError("is no function: no process calls it")
 
 
 def _load_user_reward(name: str) -> Reward:

@@ -1,12 +1,13 @@
 """Scorer of rollouts: a weighted sum of rewards. If a reward raises, hangs or crashes, only one rollout fails.
 
-The reward `exact` runs in this process. Other functions may hang or crash, so they run in worker processes. A reward
-model is no function: `score` leaves its value open, and `complete` adds it.
+The reward `exact` runs in this process. So does `python_tests`, whose programs run in a sandbox. Other functions may
+hang or crash, so they run in worker processes. A reward model is no function: `score` leaves its value open, and
+`complete` adds it.
 """
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,11 +15,14 @@ from pathlib import Path
 from queue import LifoQueue
 from types import MappingProxyType
 
-from rlctl.config.grpo_schema import AnyRewardSection
+from rlctl.config.grpo_schema import AnyRewardSection, ProgramRewardSection, RewardSection
 from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, model_rewards, reward_names
 from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load_rewards import load_reward
+from rlctl.rewards.programs.program_tests import ProgramRewards
 from rlctl.rewards.reward_process import RewardWorker
+from rlctl.sandbox.base import Sandbox
+from rlctl.sandbox.open_sandbox import open_sandbox as open_run_sandbox
 from rlctl.utils.devices import usable_cores
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
@@ -54,7 +58,7 @@ class Scorer:
     logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None
     means standard error. emit: writes an event at the first failure of each cause. episodes: rollouts are episodes of
     environments, whose processes call the reward functions with a parameter `environments`. rewardless: nothing judges
-    a rollout, and each has the value 0.
+    a rollout, and each has the value 0. open_sandbox: opens the sandbox of `python_tests` at its first use.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Scorer:
         *,
         episodes: bool = False,
         rewardless: bool = False,
+        open_sandbox: Callable[[], Sandbox] = open_run_sandbox,
     ) -> None:
         self._sections = list(sections)
         # Indices of the reward models. `score` leaves their values open, and `complete` adds them.
@@ -87,6 +92,7 @@ class Scorer:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out, so that a small batch uses a worker whose process is already running.
         self._idle: LifoQueue[RewardWorker] = LifoQueue()
+        self.programs = ProgramRewards(self._sections, open_sandbox)
         self.workers = [RewardWorker(self._sections, self._log.descriptor if self._log else None) for _ in range(size)]
         for worker in self.workers:
             self._idle.put(worker)
@@ -128,10 +134,7 @@ class Scorer:
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with one line for each reward that fails."""
-        in_processes = [
-            section.name not in INLINE and index not in self._model_indices
-            for index, section in enumerate(self._sections)
-        ]
+        in_processes = [isinstance(section, RewardSection) and section.name not in INLINE for section in self._sections]
         if any(in_processes):
             self.workers[0].start()
         outcomes = [self._score_by(index, [item], [{}])[0] for index in range(len(self._sections))]
@@ -147,6 +150,7 @@ class Scorer:
         self._threads.shutdown()
         for worker in self.workers:
             worker.stop()
+        self.programs.close()
         if self._log is not None:
             self._log.close()
 
@@ -178,6 +182,8 @@ class Scorer:
         if self._sections[index].name in INLINE:
             reward = load_reward(self._sections[index])
             return [attempt(reward, item) for item in items]
+        if isinstance(self._sections[index], ProgramRewardSection):
+            return self.programs.score(index, items, self._threads.map)
         chunks = [items[start : start + ITEMS_PER_CALL] for start in range(0, len(items), ITEMS_PER_CALL)]
         outcomes: list[Outcome] = []
         for chunk_outcomes in self._threads.map(partial(self._score_in_worker, index), chunks):

@@ -68,6 +68,7 @@ def make_components(
         "monitor",
         "frozen",
         "decode",
+        "program_metrics",
         "failure_cause",
         "tool_cause",
     )
