@@ -9,6 +9,7 @@ import typer
 
 from rlctl.cli.arguments import AsJson, finite
 from rlctl.cli.completion import complete_run
+from rlctl.cli.env_tasks import Seed, tasks
 from rlctl.cli.output import FAILED, busy, console, examples, explain_engine_errors, note, say, tell
 from rlctl.config.errors import ConfigError, Problem, locate_errors
 
@@ -31,7 +32,6 @@ Name = Annotated[
         help="One that ships, my_env.py:Class or module:Class, a rollout function or an agent, my.py:run.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="The seed of the first episode or task.", min=0)]
 
 
 @app.callback()
@@ -129,30 +129,13 @@ def check(
         raise typer.Exit(FAILED)
 
 
-@app.command(
+app.command(
     epilog=examples(
         "rlctl env tasks guess --count 500 > train.jsonl",
         "rlctl env tasks guess --count 100 --held-out > validation.jsonl",
+        "rlctl env tasks harbor --folder my-tasks > train.jsonl",
     )
-)
-def tasks(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="One that ships.")],
-    count: Annotated[int, typer.Option("--count", "-n", help="The tasks to print.", min=1)] = 10,
-    held_out: Annotated[bool, typer.Option("--held-out", help="Print tasks that are never among the others.")] = False,
-    seed: Seed = 0,
-) -> None:
-    """Print tasks of an environment that ships, a JSON row each, equal for equal seeds."""
-    from itertools import islice
-
-    from rlctl.config.errors import did_you_mean
-    from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.evaluation.environment_check import shipped_tasks
-
-    if name not in ENVIRONMENTS:
-        mistake = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
-        raise ConfigError([Problem("NAME", "", mistake)])
-    for row in islice(shipped_tasks(name, seed, held_out), count):
-        typer.echo(json.dumps(row))
+)(tasks)
 
 
 def _play_episodes(

@@ -14,7 +14,7 @@ class EnvironmentChoice:
 
     name: str = spec(
         "A shipped environment (guess, calculator, sqlite, maze), tools in the sandbox (python, shell, python_shell), "
-        "a shelf (openenv), or a class: module:Class or "
+        "a shelf (harbor, openenv), or a class: module:Class or "
         "file.py:Class.",
         path="plugin",
     )
@@ -27,7 +27,7 @@ class EnvironmentSection:
 
     name: str | None = spec(
         "A shipped environment (guess, calculator, sqlite, maze), tools in the sandbox (python, shell, python_shell), "
-        "a shelf (openenv), or a class: module:Class or "
+        "a shelf (harbor, openenv), or a class: module:Class or "
         "file.py:Class. null has one prompt and one answer a rollout.",
         path="plugin",
     )

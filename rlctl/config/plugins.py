@@ -39,7 +39,12 @@ ENVIRONMENTS = {
 }
 # Name in the config -> class that plays an environment of another project. That environment runs in another process.
 SHELVES = {
+    "harbor": "rlctl.environments.shelves.harbor:Harbor",
     "openenv": "rlctl.environments.shelves.openenv:OpenEnv",
+}
+# Name of a shelf -> function that yields its tasks in a folder, as (row, reason for a refusal).
+FOLDER_TASKS = {
+    "harbor": "rlctl.environments.shelves.harbor:read_rows",
 }
 # Name in the config -> function of the agent whose server, of another project, plays the rollout.
 AGENTS = {
@@ -53,7 +58,7 @@ TOOLS = {
 }
 NAMED_ENVIRONMENTS = ENVIRONMENTS | SHELVES | TOOLS
 # Rewards and environments that run programs in the run's sandbox.
-SANDBOXED = frozenset({"python_tests", *TOOLS})
+SANDBOXED = frozenset({"harbor", "python_tests", *TOOLS})
 # Column of a row that names its environment.
 ENVIRONMENT_COLUMN = "environment"
 # Modules that declare metrics, in a list `METRICS` of `telemetry.metrics.Metric`. They import no torch.

@@ -106,6 +106,8 @@ class Program:
     network: bool = False
     # Working folder on this machine, which is kept; None: a new one, which is removed.
     folder: Path | None = None
+    # Absolute path in the sandbox -> folder in the working folder that is there too, writable. Only namespaces can.
+    mounts: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of
+from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of, split_path
 from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun, send_signal
 from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.process_tree import children_of
@@ -113,7 +113,13 @@ class BwrapSandbox(LocalSandbox):
         """Return the words that describe a program's namespaces, user and limits."""
         words = [] if program.network else ["--unshare-net"]
         words += ["--bind", str(folder.temporary), "/tmp", *self._mounts(program.network)]
-        words += ["--bind", str(folder.work), _WORK, "--chdir", _WORK, "--remount-ro", "/", "--clearenv"]
+        words += ["--bind", str(folder.work), _WORK]
+        for place, name in program.mounts.items():
+            parents = [parent for parent in Path(place).parents if parent != Path("/")]
+            for parent in reversed(parents):
+                words += ["--perms", "0755", "--dir", str(parent)]
+            words += ["--bind", str(folder.work.joinpath(*split_path(name))), place]
+        words += ["--chdir", _WORK, "--remount-ro", "/", "--clearenv"]
         for name, text in program_variables(_WORK, "/tmp", dict(program.variables)).items():
             words += ["--setenv", name, text]
         words += ["--", *_KEEPER]

@@ -44,6 +44,8 @@ class CommandSandbox(LocalSandbox):
     @contextmanager
     def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
         """Make the command of a program. Raises ValueError for a program that asks for the network."""
+        if program.mounts:
+            raise ValueError("mounts need namespaces: sandbox bwrap")
         if program.network:
             raise ValueError("the network of a program is chosen in sandbox.command")
         argv, files = command_of(program, "python3")

@@ -83,7 +83,9 @@ class ProcessSandbox(LocalSandbox):
 
     @contextmanager
     def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
-        """Make the command that runs a program below two supervisors."""
+        """Make the command that runs a program below two supervisors. Raises ValueError for a program with mounts."""
+        if program.mounts:
+            raise ValueError("mounts need namespaces: sandbox bwrap")
         argv, files = command_of(program, str(python_home() / "bin" / "python"))
         user = folder_user(program.folder) if self._has_root else None
         folder = WorkFolder(program.folder, user)

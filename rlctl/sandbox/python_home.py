@@ -24,7 +24,8 @@ def python_home() -> Path:
     base = Path(sys._base_executable).resolve()  # type: ignore[attr-defined]
     (home / "pyvenv.cfg").write_text(f"home = {base.parent}\ninclude-system-site-packages = false\n")
     (home / "bin").mkdir()
-    (home / "bin" / "python").symlink_to(base)
+    for name in ("python", "python3"):
+        (home / "bin" / name).symlink_to(base)
     for folder in (home, *home.rglob("*")):
         if folder.is_dir():
             # Programs run as other users.

@@ -37,7 +37,9 @@ from tests.unit import folders
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("rlctl", "configs", "recipes", "examples", "tests")
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+FOLDER_PAGES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))
+# The instructions of Harbor's tasks are read by a model.
+PAGES = [*sorted(ROOT.glob("*.md")), *(path for path in FOLDER_PAGES if path.name != "instruction.md")]
 MOST_WORDS = 1000
 # Beginning of a command -> the reason why it goes no further than the parser here.
 PARSED_ONLY = {

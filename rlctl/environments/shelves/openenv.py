@@ -28,8 +28,6 @@ _SHARED_FIELDS = ("done", "reward", "metadata")
 _MAX_GROUPS = 512
 # Most bytes of one message of the server.
 _MAX_MESSAGE = 16 << 20
-# Seconds between two tries to get a session.
-_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,9 @@ class OpenEnv:
 
     def get_reward(self) -> float:
         """Return the rewards of the steps. An episode that a budget has cut may have earned nothing yet."""
+        if self._is_done and not self._rewards:
+            raise InfrastructureError(f"{self._session.url} ended an episode, and gave no reward")
         if not self._rewards:
-            if self._is_done:
-                raise InfrastructureError(f"{self._session.url} ended an episode, and gave no reward")
             return 0.0
         return math.fsum(self._rewards) if self._adds_rewards else self._rewards[-1]
 
@@ -174,7 +172,7 @@ class _Session:
             if clock.time() > ends_at:
                 sessions = f"none of its {data.get('max_sessions')} sessions was free for {self._wait_s:g} s"
                 raise InfrastructureError(f"{self.url}: {sessions}; raise max_concurrent_envs of the server")
-            await asyncio.sleep(_PAUSE_S)
+            await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         if self._socket is not None and not self._socket.closed:

@@ -106,17 +106,17 @@ class _Server:
         if traces is not None:
             self._traces[request_id] = traces
         try:
-            await self._send(request_id, method, request)
+            await self._send_request(request_id, method, request)
             return await answer
         except asyncio.CancelledError:
             if method == "run":
-                await self._send(uuid.uuid4().hex, "cancel", {"request_id": request_id})
+                await self._send_request(uuid.uuid4().hex, "cancel", {"request_id": request_id})
             raise
         finally:
             self._answers.pop(request_id, None)
             self._traces.pop(request_id, None)
 
-    async def _send(self, request_id: str, method: str, request: Mapping[str, Any]) -> None:
+    async def _send_request(self, request_id: str, method: str, request: Mapping[str, Any]) -> None:
         frames = [request_id.encode(), method.encode(), msgpack.packb(dict(request), use_bin_type=True)]
         await self._socket.send_multipart(frames)
 

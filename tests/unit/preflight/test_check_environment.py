@@ -69,8 +69,8 @@ def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path)
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("environment.name=gues", "environment.name: must be calculator, guess, maze, sqlite, openenv or module:Class, "
-         "not gues; did you mean guess?"),
+        ("environment.name=gues", "environment.name: must be calculator, guess, maze, sqlite, harbor, openenv, "
+         "python, shell, python_shell or module:Class, not gues; did you mean guess?"),
         ("environment.name=mine.py:Gone", "environment.name: mine.py defines no Gone"),
         ("environment.choices={a: maze}", "environment.choices: names environments beside environment.name: leave one "
          "of the two empty"),

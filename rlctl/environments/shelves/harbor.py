@@ -1,0 +1,214 @@
+"""Environment of Harbor's task folders: the model has a shell in a sandbox, and the task's tests value the result.
+
+`rlctl env tasks harbor --folder FOLDER` writes the rows: each task that the sandbox can run, and whose own solution
+passes its tests. The sandbox is bubblewrap: a task's files are at their own absolute paths, such as `/app`.
+"""
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlctl.environments.outcomes import InfrastructureError
+from rlctl.environments.shelves.harbor_folder import HarborTask, RefusedTaskError, read_task
+from rlctl.sandbox.base import Limits, Program, Result, Sandbox, SandboxError
+from rlctl.sandbox.open_sandbox import open_sandbox
+
+REWARD_TEXT = "logs/verifier/reward.txt"
+REWARD_JSON = "logs/verifier/reward.json"
+_PATH = "/python/bin:/usr/local/bin:/usr/bin:/bin"
+_IN_FOLDER = 'cd "$1" && exec bash -c "$2"'
+# Most characters of a command's output that the model reads.
+_MAX_OUTPUT = 16_384
+
+
+class Harbor:
+    """One episode in a task's folder.
+
+    bases: further images that this machine stands for. command_s: seconds of a command of the model. memory_mib:
+    memory of a command, unless the task names its own. reward_key: the reward among those of reward.json.
+    """
+
+    def __init__(
+        self,
+        bases: tuple[str, ...] = (),
+        command_s: float = 30.0,
+        memory_mib: int = 512,
+        reward_key: str = "reward",
+    ) -> None:
+        self._bases = tuple(bases)
+        self._command_s = command_s
+        self._memory_mib = memory_mib
+        self._reward_key = reward_key
+        self._folder: Path | None = None
+
+    @classmethod
+    def _served_tools(cls, **arguments: Any) -> list[dict[str, Any]]:
+        """Open the sandbox before a run. Raises InfrastructureError if this machine has none."""
+        cls(**arguments)
+        _sandbox()
+        return []
+
+    def reset(self, task: str, **row: Any) -> str | None:
+        """Copy the files of a task. task: its folder. Return the instruction, unless the row's prompt has it."""
+        try:
+            self._task = read_task(Path(task), self._bases)
+        except (RefusedTaskError, OSError) as error:
+            raise InfrastructureError(str(error)) from error
+        self._folder = Path(tempfile.mkdtemp(prefix="rlctl-harbor-"))
+        for number, root in enumerate(self._task.roots):
+            (self._folder / f"root{number}").mkdir()
+            _copy_files(self._task, root, self._folder / f"root{number}")
+        return None if row.get("prompt") else self._task.instruction
+
+    def bash(self, command: str) -> str:
+        """Run a command in the working folder of the task, by bash, without a network. Files stay, processes do not.
+
+        Args:
+            command: The command.
+        """
+        result = self._run_command(command, self._limits(self._command_s))
+        text = (result.stdout + result.stderr).decode(errors="replace")
+        if len(text) > _MAX_OUTPUT:
+            text = f"{text[:_MAX_OUTPUT]}... [cut]"
+        if result.exit_code is None:
+            return f"{text}\n[ended at the limit: {result.ending}]"
+        return text if result.exit_code == 0 else f"{text}\n[exit code {result.exit_code}]"
+
+    def get_reward(self) -> float:
+        """Run the tests of the task. Return the reward that they write."""
+        assert self._folder is not None
+        for name in ("tests", "logs"):
+            # The model's commands see the whole folder, and may have put something there.
+            _remove(self._folder / name)
+        shutil.copytree(self._task.folder / "tests", self._folder / "tests")
+        (self._folder / "logs/verifier").mkdir(parents=True)
+        result = self._run_command("bash /tests/test.sh", self._limits(self._task.tests_s), with_tests=True)
+        return self._read_reward(result)
+
+    def close(self) -> None:
+        """Remove the files of the episode."""
+        if self._folder is not None:
+            _remove(self._folder)
+
+    def _solve(self) -> float:
+        """Run the task's own solution, then its tests. Return the reward."""
+        assert self._folder is not None
+        shutil.copytree(self._task.folder / "solution", self._folder / "solution")
+        self._run_command("bash /solution/solve.sh", self._limits(self._task.tests_s), mounts={"/solution": "solution"})
+        return self.get_reward()
+
+    def _limits(self, wall_s: float) -> Limits:
+        return Limits(wall_s=wall_s, cpu_s=wall_s, memory_mib=self._task.memory_mib or self._memory_mib)
+
+    def _run_command(
+        self, command: str, limits: Limits, with_tests: bool = False, mounts: dict[str, str] | None = None
+    ) -> Result:
+        """Run a command with the files of the episode at their paths. Raises InfrastructureError."""
+        task = self._task
+        variables = {"PATH": _PATH, **task.variables}
+        all_mounts = {root: f"root{number}" for number, root in enumerate(task.roots)} | (mounts or {})
+        if with_tests:
+            variables |= task.test_variables
+            all_mounts |= {"/tests": "tests", "/logs": "logs"}
+        program = Program(
+            argv=("bash", "-c", _IN_FOLDER, "bash", task.workdir, command),
+            outputs=(REWARD_TEXT, REWARD_JSON) if with_tests else (),
+            variables=variables,
+            folder=self._folder,
+            mounts=all_mounts,
+        )
+        try:
+            return _sandbox().run(program, limits)
+        except (SandboxError, ValueError) as error:
+            raise InfrastructureError(f"the sandbox of {task.folder.name} failed: {error}") from error
+
+    def _read_reward(self, result: Result) -> float:
+        """Return the reward in the files of the tests. Raises InfrastructureError: tests without one are no 0."""
+        name = self._task.folder.name
+        if result.exit_code is None:
+            raise InfrastructureError(f"the tests of {name} ended at the limit: {result.ending}")
+        try:
+            if REWARD_JSON in result.files:
+                rewards = json.loads(result.files[REWARD_JSON])
+                reward = float(rewards[self._reward_key])
+            else:
+                reward = float(result.files[REWARD_TEXT])
+        except (KeyError, TypeError, ValueError) as error:
+            output = (result.stdout + result.stderr).decode(errors="replace").strip()[-200:]
+            raise InfrastructureError(f"the tests of {name} wrote no reward ({error!r}): {output}") from error
+        if not math.isfinite(reward):
+            raise InfrastructureError(f"the tests of {name} wrote a reward that is no finite number")
+        return reward
+
+
+def read_rows(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield (row, "") for each task below a folder that runs here, or (empty row, reason).
+
+    A task runs if the sandbox stands for its image, and if its own solution is worth more than its untouched files.
+    """
+    for path in sorted(path.parent for path in folder.glob("**/instruction.md")):
+        try:
+            task = read_task(path.resolve())
+            refusal = _find_unsolved(task)
+        except (RefusedTaskError, OSError, InfrastructureError) as error:
+            refusal = str(error)
+        if refusal:
+            yield {}, refusal
+        else:
+            yield {"prompt": task.instruction, "task": str(task.folder)}, ""
+
+
+def _find_unsolved(task: HarborTask) -> str:
+    """Return the reason why a task's tests cannot value it here; empty if they can. Raises InfrastructureError."""
+    if not (task.folder / "solution/solve.sh").is_file():
+        return ""
+    rewards = []
+    for is_solved in (False, True):
+        episode = Harbor()
+        try:
+            episode.reset(str(task.folder))
+            rewards.append(episode._solve() if is_solved else episode.get_reward())
+        finally:
+            episode.close()
+    untouched, solved = rewards
+    if solved > untouched:
+        return ""
+    return f"{task.folder.name}: its own solution is worth {solved:g}, and its untouched files {untouched:g}"
+
+
+@cache
+def _sandbox() -> Sandbox:
+    try:
+        return open_sandbox("bwrap")
+    except SandboxError as error:
+        raise InfrastructureError(f"harbor needs the sandbox bwrap: {error}") from error
+
+
+def _copy_files(task: HarborTask, root: str, folder: Path) -> None:
+    """Copy the files of a task that belong below `root` into a folder of this machine."""
+    for source, target in task.copies:
+        if not Path(target).is_relative_to(root):
+            continue
+        destination = folder / Path(target).relative_to(root)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("Dockerfile", ".dockerignore")
+            shutil.copytree(source, destination, dirs_exist_ok=True, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy2(source, destination)
+    workdir = Path(task.workdir)
+    if workdir.is_relative_to(root):
+        (folder / workdir.relative_to(root)).mkdir(parents=True, exist_ok=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, whoever owns it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
