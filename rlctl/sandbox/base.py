@@ -68,7 +68,7 @@ class Limits:
     process_cpu_s: int | None = None
 
     def per_request(self, output_bytes: int) -> "Limits":
-        """Return the limits of a program that answers any number of requests, for each of them."""
+        """Return the limits for each request of a program that answers any number."""
         return replace(self, output_bytes=output_bytes, process_cpu_s=_SESSION_CPU_S)
 
     def of_process(self) -> dict[str, int]:

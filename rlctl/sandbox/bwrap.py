@@ -86,7 +86,7 @@ class BwrapSandbox(LocalSandbox):
             folder.write(files)
             status_file = stack.enter_context(tempfile.TemporaryFile())
             descriptors = [status_file.fileno()]
-            words = ["--json-status-fd", str(status_file.fileno())]
+            words = [*_BEGINNING, "--json-status-fd", str(status_file.fileno())]
             if self._filter is not None:
                 filter_file = stack.enter_context(open(os.memfd_create("filter"), "w+b"))
                 filter_file.write(self._filter)
@@ -99,8 +99,9 @@ class BwrapSandbox(LocalSandbox):
                 return _read_exit_code(status_file.read())
 
             words += self._namespace_words(program, limits, folder, user)
+            words += argv
             command = ConfinedCommand(
-                argv=[*_BEGINNING, *words, *argv],
+                argv=words,
                 variables={"PATH": os.environ.get("PATH", os.defpath)},
                 find_keeper=_find_keeper,
                 stop=_stop_namespace,

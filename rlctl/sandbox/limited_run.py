@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rlctl.sandbox.base import Ending, Limits, Program, Result, SandboxError
+from rlctl.sandbox.base import Ending, Limits, SandboxError
 from rlctl.sandbox.process_tree import TreeUsage, is_running, read_tree
-from rlctl.sandbox.work_folder import WorkFolder
 
 # Seconds between two measurements of memory, CPU time and processes.
 TICK_S = 0.05
@@ -245,14 +244,11 @@ class Supervision:
         self._run.cpu_s = max(self._run.cpu_s, usage.ru_utime + usage.ru_stime)
         for descriptor in self._outputs:
             if not self._run.is_cut:
-                self._receive_rest(descriptor)
+                with contextlib.suppress(KeyError, OSError):
+                    self._receive(descriptor)
         self._run.stdout = bytes(self._outputs[self._stdout])
         self._run.stderr = bytes(self._outputs[self._stderr])
         return self._run
-
-    def _receive_rest(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError, OSError):
-            self._receive(descriptor)
 
     def close(self) -> None:
         """Close all descriptors. End the command if an error left it running."""
@@ -295,45 +291,6 @@ def _start_command(command: ConfinedCommand) -> tuple["subprocess.Popen[bytes]",
         for descriptor in (program_stdin, program_stdout, program_stderr):
             os.close(descriptor)
     return process, stdin, stdout, stderr
-
-
-def make_result(run: LimitedRun, exit_code: int | None, program: Program, folder: WorkFolder, limits: Limits) -> Result:
-    """Return the outcome of a program after the end of all its processes, with the files asked for.
-
-    exit_code: exit code of the program, 128 plus a signal's number; None if the sandbox never learned it.
-    """
-    ending = run.limit
-    if ending is None:
-        if exit_code is None:
-            text = run.stderr.decode(errors="replace").strip()
-            raise SandboxError(f"the program was not run: {text[-300:] or f'exit status {run.status}'}")
-        ending = _read_ending(exit_code)
-        if run.cpu_s > limits.cpu_s:
-            ending = Ending.CPU_TIME
-        elif folder.exceeds(limits.files_mib << 20):
-            ending = Ending.FILES
-    files, missing = folder.read(program.outputs, limits.files_mib << 20)
-    return Result(
-        ending=ending,
-        exit_code=exit_code if ending in (Ending.EXITED, Ending.SIGNAL) else None,
-        stdout=run.stdout,
-        stderr=run.stderr,
-        is_cut=run.is_cut,
-        files=files,
-        missing=missing,
-        wall_s=run.wall_s,
-        cpu_s=run.cpu_s,
-        memory_bytes=run.memory_bytes,
-    )
-
-
-def _read_ending(exit_code: int) -> Ending:
-    """Return the reason that an exit code stands for."""
-    if exit_code == 128 + 24:  # SIGXCPU
-        return Ending.CPU_TIME
-    if exit_code == 128 + 25:  # SIGXFSZ
-        return Ending.FILES
-    return Ending.SIGNAL if 128 < exit_code <= 128 + 64 else Ending.EXITED
 
 
 def send_signal(pid: int, number: signal.Signals = signal.SIGKILL) -> None:

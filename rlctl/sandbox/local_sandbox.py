@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from rlctl.sandbox.base import Ending, Limits, Program, Result, SandboxError
-from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun, Supervision, make_result, run_limited
+from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun, Supervision, run_limited
 from rlctl.sandbox.work_folder import WorkFolder
 
 # Bytes of a reply besides the limit on output: names, numbers, and escapes of JSON.
@@ -96,3 +96,42 @@ class ProgramSession:
     def close(self) -> None:
         """End the program."""
         self._stack.close()
+
+
+def make_result(run: LimitedRun, exit_code: int | None, program: Program, folder: WorkFolder, limits: Limits) -> Result:
+    """Return the outcome of a program after the end of all its processes, with the files asked for.
+
+    exit_code: exit code of the program, 128 plus a signal's number; None if the sandbox never learned it.
+    """
+    ending = run.limit
+    if ending is None:
+        if exit_code is None:
+            text = run.stderr.decode(errors="replace").strip()
+            raise SandboxError(f"the program was not run: {text[-300:] or f'exit status {run.status}'}")
+        ending = _read_ending(exit_code)
+        if run.cpu_s > limits.cpu_s:
+            ending = Ending.CPU_TIME
+        elif folder.exceeds(limits.files_mib << 20):
+            ending = Ending.FILES
+    files, missing = folder.read(program.outputs, limits.files_mib << 20)
+    return Result(
+        ending=ending,
+        exit_code=exit_code if ending in (Ending.EXITED, Ending.SIGNAL) else None,
+        stdout=run.stdout,
+        stderr=run.stderr,
+        is_cut=run.is_cut,
+        files=files,
+        missing=missing,
+        wall_s=run.wall_s,
+        cpu_s=run.cpu_s,
+        memory_bytes=run.memory_bytes,
+    )
+
+
+def _read_ending(exit_code: int) -> Ending:
+    """Return the reason that an exit code stands for."""
+    if exit_code == 128 + 24:  # SIGXCPU
+        return Ending.CPU_TIME
+    if exit_code == 128 + 25:  # SIGXFSZ
+        return Ending.FILES
+    return Ending.SIGNAL if 128 < exit_code <= 128 + 64 else Ending.EXITED

@@ -5,6 +5,7 @@ follows no link.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -34,7 +35,7 @@ class WorkFolder:
         self._make_own_folder(self.temporary)
         if kept is None:
             self._make_own_folder(self.work)
-        elif owner is not None:
+        elif owner is not None and self.work.stat().st_uid != owner:
             self._give_tree(self.work, owner)
         if owner is not None:
             # Only to be passed through: a program of another user reaches its folders by their names.
@@ -80,18 +81,25 @@ class WorkFolder:
         return files, missing
 
     def exceeds(self, most_bytes: int) -> bool:
-        """Return True if the program's files have more bytes than this, or are too many."""
+        """Return True if the program's files have more bytes than this, or are too many, or too deep to be counted."""
         total = 0
         count = 0
-        for folder in (self.work, self.temporary):
-            # `fwalk` follows no links. It ends early at a folder that cannot be opened.
-            for _, names, file_names, descriptor in os.fwalk(folder):
-                count += len(names)
-                for file_name in file_names:
-                    count += 1
-                    with contextlib.suppress(OSError):
-                        total += os.stat(file_name, dir_fd=descriptor, follow_symlinks=False).st_blocks * 512
-                if count > MOST_FILES or total > most_bytes:
+        waiting = [str(self.work), str(self.temporary)]
+        while waiting:
+            path = waiting.pop()
+            try:
+                with os.scandir(path) as files:
+                    for file in files:
+                        count += 1
+                        if file.is_dir(follow_symlinks=False):
+                            waiting.append(file.path)
+                        else:
+                            total += file.stat(follow_symlinks=False).st_blocks * 512
+                        if count > MOST_FILES or total > most_bytes:
+                            return True
+            except OSError as error:
+                # Others: the program has removed the folder, or closed it to everybody.
+                if error.errno == errno.ENAMETOOLONG:
                     return True
         return False
 

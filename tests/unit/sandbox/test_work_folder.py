@@ -60,6 +60,8 @@ def test_a_deep_tree_without_permissions_is_removed(folder: WorkFolder) -> None:
         os.close(descriptor)
         descriptor = inner
     os.close(descriptor)
+    # A path has at most 4,096 bytes.
+    assert not folder.exceeds(1 << 30)
     (folder.work / "locked").mkdir(mode=0)
     folder.remove()
     assert not folder.work.exists()
