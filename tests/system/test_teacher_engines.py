@@ -14,13 +14,11 @@ DISTILLED = (TEACHER, *TERM, "rewards=[]", "validation.every=0", "checkpoint={ev
 ON_ENGINES = "teacher.place=engines"
 
 
-@pytest.mark.long  # two runs
-@pytest.mark.parametrize("engine", ["vllm", "torch"])
-def test_a_teacher_on_engines_teaches_as_one_in_the_trainers_ranks(engine: str, tmp_path: Path) -> None:
-    settings = (*DISTILLED, "grpo.num_steps=2") + ((WITHOUT_VLLM,) if engine == "torch" else ())
-    in_ranks = Run(tmp_path, "ranks", *settings, "teacher.place=resident")
+def compare_places(folder: Path, settings: tuple[str, ...]) -> None:
+    """Run with the teacher in the ranks, and on engines. Check that both have the same losses and gradients."""
+    in_ranks = Run(folder, "ranks", *settings, "teacher.place=resident")
     assert in_ranks.end() == 0, in_ranks.text()
-    on_engines = Run(tmp_path, "engines", *settings, ON_ENGINES)
+    on_engines = Run(folder, "engines", *settings, ON_ENGINES)
     assert on_engines.end() == 0, on_engines.text()
     for expected, step in zip(in_ranks.steps(), on_engines.steps(), strict=True):
         assert step["loss/teacher"] == pytest.approx(expected["loss/teacher"], rel=1e-4)
@@ -42,3 +40,23 @@ def test_a_lost_engine_is_rebuilt_and_scores_again(tmp_path: Path) -> None:
     (restarted,) = run.events("engine_restarted")
     assert lost["role"] == restarted["role"] == "teacher"
     assert all(step["rollouts/non_finite"] == 0 for step in run.steps())
+
+
+@pytest.mark.long  # two runs
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_a_teacher_on_engines_teaches_as_one_in_the_trainers_ranks(engine: str, tmp_path: Path) -> None:
+    compare_places(tmp_path, (*DISTILLED, "grpo.num_steps=2") + ((WITHOUT_VLLM,) if engine == "torch" else ()))
+
+
+@pytest.mark.long  # three runs
+@pytest.mark.parametrize("policy", ["whole", "adapters"])
+def test_an_adapter_over_its_base_teaches_on_engines(policy: str, tmp_path: Path) -> None:
+    """The engines serve the adapter merged with its base."""
+    base = RECIPES / "tiny/qwen3-tiny"
+    lora = "lora={rank: 4, alpha: 8}"
+    start = (f"model.path={base}", "model.random_init=false", "trainer.optimizer.lr=1e-2", "validation.every=0")
+    adapter = Run(tmp_path, "adapter", *start, lora, "sft.num_steps=20", kind="sft")
+    assert adapter.end() == 0, adapter.text()
+    teacher = f"teacher={{path: {base}, lora: {adapter.path}}}"
+    own = (lora, "trainer.optimizer.lr=1e-3") if policy == "adapters" else ()
+    compare_places(tmp_path, (*DISTILLED, teacher, *own, "grpo.num_steps=2"))
