@@ -37,7 +37,7 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     in_ranks = [role for role in settled.frozen_roles if role not in on_engines]
     valuing = [role for role in in_ranks if written_roles(settled.config)[role].has_value_head]
     roles = policy + tuple(role for role in in_ranks if role not in valuing)
-    if settled.trainer.teacher:
+    if settled.trainer.teacher and not settled.trainer.teacher.is_on_engines:
         # The teacher's pass is part of each update.
         term = settled.config.distillation
         roles = tuple(role for role in roles if role != TEACHER)

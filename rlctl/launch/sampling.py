@@ -23,7 +23,8 @@ from rlctl.launch.roles import RoleFiles
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.declared_columns import Role
+from rlctl.models.vocabulary import count_tokens
+from rlctl.preflight.declared_columns import Role, gives_top, is_teacher
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.roles import reward_role, scoring_roles, written_roles
 from rlctl.preflight.settled import SettledGrpo
@@ -211,6 +212,8 @@ class SamplingParts:
 
         config = self.config
         emit = self.session.events.emit
+        term = config.distillation
+        top = term.num_top_tokens if term and gives_top(config) else 0
         frozen = {}
         for role, pool in self.scoring.items():
             scores = FrozenScores(
@@ -222,6 +225,9 @@ class SamplingParts:
                 longest=pool.longest,
                 max_age=config.async_.max_age,
                 has_value_head=written_roles(config)[role].has_value_head,
+                top=top if is_teacher(role) else 0,
+                # As in ranks, a teacher's likeliest tokens are those of the policy's tokenizer.
+                num_tokens=count_tokens(Path(self.files.chat)) if top else None,
             )
             stack.callback(scores.close)
             frozen[role] = scores

@@ -18,6 +18,7 @@ from rlctl.preflight.declared_columns import (
     COLUMNS,
     FURTHER_ROLES,
     TEACHER_LOG_PROB,
+    is_teacher,
     name_further_column,
     read_columns,
 )
@@ -25,7 +26,6 @@ from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.roles import (
-    TEACHER,
     RoleFacts,
     WrittenRole,
     read_role_facts,
@@ -97,7 +97,7 @@ def _check_teachers(settled: Settled) -> Violations:
     """Find teachers without a model or without a reader, and a distillation term without a teacher."""
     config = settled.config
     for name, role in written_roles(config).items():
-        if name.startswith(TEACHER) and role.weights is None:
+        if is_teacher(name) and role.weights is None:
             yield Violation(f"{name}.path", "not set; needed: the teacher's model, or lora, an adapter with its base")
     has_teacher = config.teacher is not None or bool(config.teachers)
     term = config.distillation
@@ -127,9 +127,14 @@ def _check_divergence(settled: Settled, term: DistillationSection, key: str) -> 
         else:
             message = f"must be sampled with trainer.backend={backend}, which computes no other divergence"
             yield Violation(key, message, ("trainer.backend",))
-    if config.teachers:
-        yield Violation(key, f"must be sampled with teachers: {term.over} is for one teacher", ("teachers",))
-    if config.teacher is not None and config.teacher.place == "engines":
+    on_engines = {name: role.place == "engines" for name, role in written_roles(config).items() if is_teacher(name)}
+    if settled.grpo and term.over == "top_k" and any(on_engines.values()):
+        for name in (name for name, is_there in on_engines.items() if not is_there):
+            yield Violation(f"{name}.place", "must be engines over top_k, as of another teacher", (key,))
+    elif config.teachers:
+        message = "must be sampled with teachers, or top_k with all of them on engines"
+        yield Violation(key, f"{message}: {term.over} in the ranks is for one teacher", ("teachers",))
+    elif any(on_engines.values()):
         message = "must be auto, swapped or resident: a divergence needs the teacher's hidden states in the ranks"
         yield Violation("teacher.place", message, (key,))
     policy = _policy_tokenizer(settled)
@@ -174,7 +179,7 @@ def _check_engines(settled: SettledGrpo, role: WrittenRole, facts: RoleFacts) ->
     """Find a role that engines cannot score."""
     key = f"{role.name}.place"
     engine = settled.config.generation.engine
-    if not role.name.startswith(TEACHER) and not role.has_value_head:
+    if not is_teacher(role.name) and not role.has_value_head:
         yield Violation(key, f"must be auto, swapped or resident: engines do not score with the {role.name}")
     elif settled.machine.device is not None and facts.sizes is not None and role.path is not None:
         refusal = engine_rules(engine).find_refusal(settled.machine.device, role.path, facts.sizes)

@@ -70,6 +70,9 @@ AGE = Column("age")
 PROXIMAL_LOG_PROB = Column("proximal_log_prob", role="policy")
 REFERENCE_LOG_PROB = Column("reference_log_prob", role="reference")
 TEACHER_LOG_PROB = Column("teacher_log_prob", role="teacher")
+# Id and log-prob of each of the teacher's likeliest tokens, from its engines. An id below 2^24 is exact in float32.
+# -1: as many tokens as `distillation.num_top_tokens`.
+TEACHER_TOP = Column("teacher_top", shape=(-1, 2), role="teacher")
 # Role of the run's second trained model, see `config.critic_schema`.
 CRITIC: Role = "critic"
 # At each token the critic's value of the tokens before it, and of the tokens up to and including it.
@@ -77,7 +80,7 @@ VALUE = Column("value", shape=(2,), role=CRITIC)
 # The critic's target at each token. The advantage computes it.
 RETURN = Column("return")
 _ALL_COLUMNS = (
-    *(ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, TEACHER_LOG_PROB),
+    *(ADVANTAGE, ROLLOUT_LOG_PROB, AGE, PROXIMAL_LOG_PROB, REFERENCE_LOG_PROB, TEACHER_LOG_PROB, TEACHER_TOP),
     *(VALUE, RETURN),
 )
 # Column by name. A step computes columns in this order.
@@ -165,15 +168,31 @@ def read_columns(config: RunConfig) -> set[str]:
         columns.add(REFERENCE_LOG_PROB.name)
     if loss.distillation and loss.distillation.over == "sampled":
         columns.add(TEACHER_LOG_PROB.name)
+    if gives_top(config):
+        columns.add(TEACHER_TOP.name)
     return columns
+
+
+def is_teacher(role: Role) -> bool:
+    """Return True for `teacher`, and for each of `teachers`."""
+    return role.partition(".")[0] in ("teacher", "teachers")
+
+
+def gives_top(config: RunConfig) -> bool:
+    """Return True if engines of teachers give the likeliest tokens from which the loss's divergence is computed."""
+    teachers = [config.teacher, *config.teachers.values()]
+    on_engines = any(teacher is not None and teacher.place == "engines" for teacher in teachers)
+    return on_engines and config.distillation is not None and config.distillation.over == "top_k"
 
 
 def missing_columns(config: GrpoConfig) -> dict[str, str]:
     """Return name -> reason, of columns that no loss or advantage of this run can read."""
-    missing = {}
+    missing = {TEACHER_TOP.name: "grpo.loss.distillation alone reads it"}
     if not config.async_.enabled:
         reason = "a synchronous run has none, for no token is older than the weights; set async.enabled=true"
         missing[AGE.name] = reason
+    if gives_top(config):
+        missing[TEACHER_LOG_PROB.name] = "the teacher's engines give its likeliest tokens alone (over=top_k)"
     if config.teacher is None and not config.teachers:
         missing[TEACHER_LOG_PROB.name] = "the run has no teacher; set teacher.path"
     if config.critic is None:

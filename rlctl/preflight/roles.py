@@ -23,7 +23,15 @@ from rlctl.models.model_settings import settings_of
 from rlctl.models.model_sizes import config_file, sizes_of
 from rlctl.preflight.backend import FLOAT32, backend_of
 from rlctl.preflight.choices import USABLE
-from rlctl.preflight.declared_columns import CRITIC, HeldRole, Role, RolePlace, read_columns, roles_by_column
+from rlctl.preflight.declared_columns import (
+    CRITIC,
+    HeldRole,
+    Role,
+    RolePlace,
+    gives_top,
+    read_columns,
+    roles_by_column,
+)
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_bytes, show_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
@@ -213,9 +221,9 @@ def read_roles(config: RunConfig) -> tuple[Role, ...]:
 
 
 def reads_divergence(config: RunConfig) -> bool:
-    """Return True if the loss reads a divergence from the teacher over more than the sampled token."""
+    """Return True if the ranks pass the teacher in an update: for a divergence over more than the sampled token."""
     term = config.distillation
-    return term is not None and term.over != "sampled"
+    return term is not None and term.over != "sampled" and not gives_top(config)
 
 
 def place_roles(
@@ -237,7 +245,7 @@ def _place_role(
     role: WrittenRole, facts: RoleFacts, policy: ModelSizes, trainer: TrainerSettings, room: Room
 ) -> PlacedRole:
     """Return the role with its place: the written one, else the faster of the two that fit."""
-    if trainer.teacher and role.name == TEACHER:
+    if trainer.teacher and role.name == TEACHER and not trainer.teacher.is_on_engines:
         return _place_distilled(trainer.teacher, facts, policy, trainer, room.device)
     if role.place == "engines":
         return _place_on_engines(role, facts.sizes or policy, trainer.dtype, room)

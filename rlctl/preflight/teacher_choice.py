@@ -11,7 +11,7 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import RunConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import USABLE, Basis, Chosen, choose
-from rlctl.preflight.declared_columns import Role
+from rlctl.preflight.declared_columns import Role, gives_top
 from rlctl.preflight.memory import trainer_bytes
 from rlctl.preflight.roles import TEACHER, RoleFacts, reads_divergence
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, TeacherUse, TrainerSettings
@@ -25,7 +25,7 @@ def choose_with_teacher(basis: Basis, config: RunConfig, role_facts: Mapping[Rol
     needs_teacher = False
     # A broken loss is its own problem, and not one of the trainer's values.
     with suppress(BrokenValueError):
-        needs_teacher = reads_divergence(config)
+        needs_teacher = reads_divergence(config) or gives_top(config)
     if basis.facts is None or not needs_teacher:
         return choose(basis)
     teachers = _possible_sizes(config, role_facts, basis.facts, basis.dtype, basis.longest_sequence or 0)
@@ -57,6 +57,8 @@ def _possible_sizes(
     rows = -(-step.prompts * step.group // (step.updates * config.trainer.num_ranks))
     resident = TeacherUse(sizes, is_resident=True, token_bytes=side_bytes, update_tokens=rows * longest)
     swapped = replace(resident, is_resident=False)
+    if gives_top(config):
+        return [replace(swapped, is_on_engines=True)]
     written = config.teacher.place if config.teacher else "auto"
     if written == "swapped" or facts.is_adapter:
         return [swapped]

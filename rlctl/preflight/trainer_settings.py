@@ -38,6 +38,8 @@ class TeacherUse:
     token_bytes: int
     # Tokens of a rank's share of an update, at most.
     update_tokens: int
+    # True if engines give its likeliest tokens, so that a rank has no weights of it.
+    is_on_engines: bool = False
 
 
 @dataclass(frozen=True)

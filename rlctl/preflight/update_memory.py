@@ -62,7 +62,10 @@ def divergence_bytes(
     """Return purpose -> bytes of a rank for a divergence from a teacher, in an update."""
     size = DTYPE_BYTES[trainer.dtype]
     shards = backend_of(trainer).shard_counts(trainer)
-    if not teacher.is_resident:
+    if teacher.is_on_engines:
+        weights = 0
+        tokens = trainer.micro_batch_tokens
+    elif not teacher.is_resident:
         # A copy of the head alone outlasts the pass.
         weights = teacher.sizes.embedding_parameters
         tokens = teacher.update_tokens

@@ -14,7 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import RunSection
-from rlctl.generation.requests import VALUE, Completion, RequestId, RolloutId, ScoreRequest
+from rlctl.generation.requests import (
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    VALUE,
+    Completion,
+    RequestId,
+    RolloutId,
+    ScoreRequest,
+)
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
 
@@ -66,15 +74,20 @@ class FrozenScores:
         longest: int,
         max_age: int,
         has_value_head: bool = False,
+        top: int = 0,
+        num_tokens: int | None = None,
     ) -> None:
         """name: the role of the model. longest: most tokens of a sequence that the engines score.
 
-        has_value_head: the scores are values, of the last token of each sequence alone.
+        has_value_head: the scores are values, of the last token of each sequence alone. top: above 0, the scores are
+        the `top` likeliest tokens at each place. num_tokens: as of `ScoreRequest`.
         """
         self._dispatcher = dispatcher
         self._events = dispatcher.events
         self._name = name
         self._temperature = temperature
+        self._top = top
+        self._num_tokens = num_tokens
         self._longest = longest
         self._has_value_head = has_value_head
         self._kept_steps = max_age + _KEPT_STEPS
@@ -91,8 +104,9 @@ class FrozenScores:
     def scores(self, sequences: Sequence[GivenTokens]) -> list[Scores]:
         """Return the log-probs or values of each sequence, float32 [T]; 0 before its first sampled token.
 
-        Lost engines are replaced meanwhile. Raises RuntimeError when nothing was scored for `run.deadline_s`, or when
-        `generation.max_restarts` are used up.
+        With `top` they are float32 [T, top, 2]: the id and the log-prob of each likely token. Lost engines are replaced
+        meanwhile. Raises RuntimeError when nothing was scored for `run.deadline_s`, or when `generation.max_restarts`
+        are used up.
         """
         if self._dispatcher.has_lost:
             # An idle engine is rebuilt too.
@@ -126,7 +140,14 @@ class FrozenScores:
         request_id = RequestId(RolloutId("train", self._name, self._requests, 0))
         if not sequence.start < len(sequence.tokens) <= self._longest:
             return None
-        return ScoreRequest(request_id, sequence.tokens.tolist(), sequence.start, temperature=self._temperature)
+        return ScoreRequest(
+            request_id,
+            sequence.tokens.tolist(),
+            sequence.start,
+            top=self._top,
+            temperature=self._temperature,
+            num_tokens=self._num_tokens,
+        )
 
     async def _wait_a_tick(self, sequences: Sequence[GivenTokens]) -> int:
         """Wait until all sequences are scored, an engine is lost, or TICK_S is over; return how many are missing."""
@@ -148,11 +169,16 @@ class FrozenScores:
 
     def _column(self, sequence: GivenTokens) -> Scores:
         answer = self._scorings[sequence.key].answer
-        column = np.full(len(sequence.tokens), np.nan, np.float32)
+        shape = (len(sequence.tokens), self._top, 2) if self._top else (len(sequence.tokens),)
+        column = np.full(shape, np.nan, np.float32)
         column[: sequence.start] = 0.0
-        if answer is not None:
-            completion = answer.result()
-            column[sequence.start :] = completion.columns[VALUE] if self._has_value_head else completion.log_probs
+        if answer is None:
+            return column
+        columns = answer.result().columns
+        if self._top:
+            column[sequence.start :] = np.stack((columns[TOP_IDS], columns[TOP_LOG_PROBS]), -1)
+        else:
+            column[sequence.start :] = columns[VALUE] if self._has_value_head else answer.result().log_probs
         return column
 
 

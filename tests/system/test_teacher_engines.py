@@ -1,5 +1,6 @@
 """Whole runs with a teacher on separate engines: the losses of a teacher in the trainer's ranks, and a lost engine."""
 
+import json
 from pathlib import Path
 
 import psutil
@@ -7,6 +8,7 @@ import pytest
 
 from rlctl.config.builtin import RECIPES
 from tests.faults.runs import WITHOUT_VLLM, Run
+from tests.system.test_distillation import make_teacher
 
 TEACHER = f"teacher.path={RECIPES / 'tiny/qwen3-sums'}"
 TERM = ("grpo.loss.distillation={}", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=16")
@@ -46,6 +48,33 @@ def test_a_lost_engine_is_rebuilt_and_scores_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["vllm", "torch"])
 def test_a_teacher_on_engines_teaches_as_one_in_the_trainers_ranks(engine: str, tmp_path: Path) -> None:
     compare_places(tmp_path, (*DISTILLED, "grpo.num_steps=2") + ((WITHOUT_VLLM,) if engine == "torch" else ()))
+
+
+TOP = "grpo.loss.distillation={over: top_k, num_top_tokens: 5}"
+
+
+@pytest.mark.long  # two runs
+@pytest.mark.parametrize("engine", ["vllm", "torch"])
+def test_the_likeliest_tokens_of_engines_are_those_of_the_ranks(engine: str, tmp_path: Path) -> None:
+    """The teacher is random: of its 32 logits, 14 are padding with as much probability as the others."""
+    folder = make_teacher(tmp_path / "teacher", "qwen3")
+    settings = (*DISTILLED, TOP, f"teacher.path={folder}", "grpo.num_steps=2", "grpo.loss.distillation.rest=bin")
+    compare_places(tmp_path, settings + ((WITHOUT_VLLM,) if engine == "torch" else ()))
+
+
+@pytest.mark.long  # a run
+def test_several_teachers_on_engines_give_each_row_its_own_likeliest_tokens(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (RECIPES / "tiny-data/train.jsonl").read_text().splitlines()]
+    data = tmp_path / "train.jsonl"
+    schools = ("sums", "random")
+    data.write_text("".join(json.dumps(row | {"school": schools[n % 2]}) + "\n" for n, row in enumerate(rows)))
+    folder = make_teacher(tmp_path / "random", "llama")
+    teachers = f"teachers={{sums: {{path: {RECIPES / 'tiny/qwen3-sums'}, place: engines}}, "
+    teachers += f"random: {{path: {folder}, place: engines}}}}"
+    settings = (teachers, "teacher_key=school", f"data.train.path={data}", TOP, *TERM[1:], WITHOUT_VLLM)
+    run = Run(tmp_path, "several", *settings, "rewards=[]", "validation.every=0", "grpo.num_steps=3")
+    assert run.end() == 0, run.text()
+    assert all(step["loss/teacher"] > 0 and step["rollouts/non_finite"] == 0 for step in run.steps())
 
 
 @pytest.mark.long  # three runs

@@ -125,6 +125,10 @@ class ScoredRows:
         return TokenScores(self.log_probs.numpy().copy(), columns)
 
 
+# Number of tokens above that of any vocabulary.
+_NO_LIMIT = 2**31 - 1
+
+
 class ScoreTable:
     """Requests that one worker scores, by vLLM's names."""
 
@@ -185,6 +189,11 @@ class ScoreTable:
         temperatures = torch.cat(
             [torch.full((len(tokens), 1), scored.request.temperature) for scored, tokens in owners]
         ).to(hidden.device, non_blocking=True)
+        # Rows without a limit have more than any vocabulary.
+        sizes = torch.cat(
+            [torch.full((len(tokens), 1), scored.request.num_tokens or _NO_LIMIT) for scored, tokens in owners]
+        ).to(hidden.device, non_blocking=True)
+        has_limit = any(scored.request.num_tokens for scored, _ in owners)
         wanted = torch.zeros(len(hidden), width, dtype=torch.long, device=hidden.device)
         # True in the rows of requests with given ids.
         is_given = torch.zeros(len(hidden), 1, dtype=torch.bool, device=hidden.device)
@@ -198,9 +207,14 @@ class ScoreTable:
         log_probs = []
         top_ids = []
         top_log_probs = []
-        chunks = (torch.split(tensor, SCORE_ROWS) for tensor in (hidden, targets, temperatures, wanted, is_given))
-        for hidden_rows, row_targets, row_temperatures, row_ids, row_is_given in zip(*chunks):
+        chunks = (
+            torch.split(tensor, SCORE_ROWS) for tensor in (hidden, targets, temperatures, sizes, wanted, is_given)
+        )
+        for hidden_rows, row_targets, row_temperatures, row_sizes, row_ids, row_is_given in zip(*chunks):
             logits = self._compute_logits(hidden_rows).float() / row_temperatures
+            if has_limit:
+                is_padding = torch.arange(logits.shape[1], device=logits.device) >= row_sizes
+                logits.masked_fill_(is_padding, -torch.inf)
             below_peak = logits.sub_(logits.amax(-1, keepdim=True))
             log_sum = below_peak.exp().sum(-1, keepdim=True).log()
             log_probs.append((below_peak.gather(1, row_targets[:, None]) - log_sum)[:, 0])

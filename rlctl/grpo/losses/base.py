@@ -40,6 +40,8 @@ from rlctl.preflight.declared_columns import (
     REFERENCE_LOG_PROB,
     ROLLOUT_LOG_PROB,
     TEACHER_LOG_PROB,
+    TEACHER_TOP,
+    gives_top,
 )
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.telemetry.metrics import Metric
@@ -200,12 +202,15 @@ class PolicyLoss(ABC):
     kl_max: float | None
     entropy_coef: float
     distillation: DistillationSection | None
+    # True if engines of the teacher give its likeliest tokens, the column `teacher_top`.
+    gives_top: bool = False
 
     @classmethod
     def from_settled(cls, settled: SettledGrpo, **derived: Any) -> Self:
         """Return the loss of a run: keys of `grpo.loss` by their names. derived: fields that replace such keys."""
         section = settled.config.grpo.loss
         options = {**vars(section), "max_age": settled.config.async_.max_age}
+        options["gives_top"] = gives_top(settled.config)
         if isinstance(section, UserLossSection):
             options |= checked_options(cls, PolicyLoss, section.further, "grpo.loss")
         options["proximal"] = "current" if settled.on_policy_ratio else settled.proximal
@@ -235,6 +240,8 @@ class PolicyLoss(ABC):
             columns.add(TEACHER_LOG_PROB.name)
         else:
             divergence = self.distillation
+        if self.gives_top:
+            columns.add(TEACHER_TOP.name)
         whole_rollouts = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
         return LossNeeds(frozenset(columns), whole_rollouts, divergence)
 

@@ -27,7 +27,8 @@ from rlctl.training.micro_batching import rollout_index
 from rlctl.utils.user_code import defined_at, error_text, raised_at
 
 # Names of all log-prob columns that a sample may have, in the order in which made-up values are drawn.
-_LOG_PROBS = [ROLLOUT_LOG_PROB.name, *reversed(roles_by_column(COLUMNS))]
+_LOG_PROBS = [ROLLOUT_LOG_PROB.name]
+_LOG_PROBS += [name for name in reversed(roles_by_column(COLUMNS)) if not COLUMNS[name].shape]
 _TOLERANCE = 1e-9
 # Made-up batches: for each rollout the lengths of its rows. Small batches come first, so that a reported problem is
 # small.

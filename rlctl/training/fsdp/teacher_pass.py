@@ -1,4 +1,4 @@
-"""Forward passes of a teacher over the micro-batches of an update, before the losses that need its side."""
+"""Sides of a teacher for the losses of an update: from its forward passes over the micro-batches, or from a column."""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 
 from rlctl.models.vocabulary import count_tokens
+from rlctl.preflight.declared_columns import TEACHER_TOP
+from rlctl.preflight.roles import TEACHER
 from rlctl.training.fsdp.model import FsdpPolicy, free_gathered
 from rlctl.training.fsdp.resident import ResidentModel
 from rlctl.training.interface import Loss, MicroBatch
 from rlctl.training.packing import pack
 from rlctl.training.spec import TrainerSpec
-from rlctl.training.teacher_side import DivergenceTerm, TeacherHidden, TeacherSide
+from rlctl.training.teacher_side import DivergenceTerm, TeacherHidden, TeacherSide, TeacherTop
 
 
 class TeacherPass:
@@ -54,6 +56,8 @@ class TeacherPass:
         """Yield the teacher's side of each micro-batch, in order; None without a term. The caller closes the passes."""
         if term is None:
             yield from [None] * len(micro_batches)
+        elif TEACHER not in self._spec.roles:
+            yield from (self._read_column(micro_batch, term) for micro_batch in micro_batches)
         elif self._resident:
             yield from self._run_resident(self._resident.model, micro_batches, term)
         else:
@@ -77,6 +81,21 @@ class TeacherPass:
             sides = _keep_sides(self._run_pass(self._policy, micro_batch, term) for micro_batch in micro_batches)
             free_gathered(self._policy)
         yield from sides
+
+    def _read_column(self, micro_batch: MicroBatch, term: DivergenceTerm) -> TeacherSide:
+        """Return the likeliest tokens of a teacher on engines, which the samples have. Raises ValueError without them.
+
+        An empty micro-batch has no column and no token to train on.
+        """
+        packed = pack(micro_batch, torch.device(self._spec.device))
+        top = packed.columns.get(TEACHER_TOP.name)
+        if top is None:
+            if micro_batch:
+                names = ", ".join(("policy", *self._spec.roles))
+                raise ValueError(f"the trainer has no teacher: its roles are {names}")
+            top = torch.zeros(len(packed.tokens), term.section.num_top_tokens, 2, device=packed.tokens.device)
+        ids, log_probs = top[packed.mask].unbind(-1)
+        return TeacherTop(ids.long(), log_probs)
 
     @torch.no_grad()
     def _run_pass(self, model: FsdpPolicy, micro_batch: MicroBatch, term: DivergenceTerm) -> TeacherSide:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from rlctl.config.role_schema import DistillationSection
 from rlctl.models.vocabulary import count_tokens
-from rlctl.preflight.declared_columns import RoleModel
+from rlctl.preflight.declared_columns import TEACHER_TOP, RoleModel
 from rlctl.training.divergence import Divergence
 from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
+from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.trainer_worker import RankBatch
 from tests.system.training.scenario import (
     TEMPERATURE,
     adapters_of,
@@ -178,6 +180,28 @@ def test_adapters_are_distilled_below_a_frozen_head(models: Path, tmp_path: Path
     assert metrics["train/grad_norm"] > 0
     _, whole = train(models, tmp_path, teacher, place, OVER_VOCABULARY, 200, adapters=spec)
     assert_close(trained, whole, atol=1e-5)
+
+
+def add_top(sample: TrainingSample, teacher: Any) -> TrainingSample:
+    """Return the sample with the likeliest tokens of a teacher, as engines give them."""
+    tokens = torch.from_numpy(sample.tokens.astype(np.int64))[None]
+    with torch.no_grad():
+        log_q = (teacher(tokens, use_cache=False).logits[0, :-1, :75].float() / TEMPERATURE).log_softmax(-1)
+    log_probs, ids = log_q.topk(OVER_TOP.num_top_tokens)
+    column = np.zeros((len(sample), OVER_TOP.num_top_tokens, 2), np.float32)
+    column[1:] = torch.stack((ids.float(), log_probs), -1)
+    return replace(sample, columns={**sample.columns, TEACHER_TOP.name: column})
+
+
+def test_likeliest_tokens_of_engines_are_distilled_as_those_of_the_rank(models: Path, tmp_path: Path) -> None:
+    expected_metrics, expected_weights = train(models, tmp_path, "other", "resident", OVER_TOP, 24)
+    teacher = load_plain(models / "other")
+    samples = [add_top(sample, teacher) for sample in DATA]
+    with open_trainer(models / "student", tmp_path) as trainer:
+        batch = RankBatch.from_micro_batches([*share(samples, 24), []])
+        metrics = trainer.train(batch.micro_batches(), DivergenceLoss(OVER_TOP), totals(DATA))
+        assert_close(metrics, expected_metrics, atol=1e-5)
+        assert_close(weights(trainer), expected_weights, atol=1e-5)
 
 
 def test_a_rank_without_a_teacher_refuses_a_divergence(models: Path, tmp_path: Path) -> None:

@@ -340,3 +340,12 @@ def test_a_later_column_that_is_not_finite_leaves_a_rollout_out_of_such_advantag
     after = add_column(batch, "proximal_log_prob", spoiled_column, section, pull)
     assert after.places == [("a", 2)] and after.cut.tolist() == [True, False]
     assert after.sequences[0].columns["advantage"][-1] == pytest.approx(-0.5)
+
+
+def test_a_wide_column_that_is_not_finite_leaves_the_rollout_out() -> None:
+    batch = make_batch([make_group("a", [1.0, 0.0, 0.5])], config(skip=False), ADVANTAGE)
+    columns = [np.zeros((5, 3, 2), np.float32) for _ in batch.sequences]
+    columns[1][4, 2, 1] = np.nan
+    after = add_column(batch, "teacher_top", columns, config(skip=False), ADVANTAGE)
+    assert list(map(str, after.left_out)) == ["prompt a, rollout 1, token 2: teacher_top is nan"]
+    assert after.places == [("a", 0), ("a", 2)]

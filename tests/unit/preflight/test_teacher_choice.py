@@ -12,10 +12,14 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import Settled
+from rlctl.preflight.update_memory import divergence_bytes
 from tests.unit.preflight.teachers import write_teachers
 
 GIB = 1 << 30
 VOCABULARY = "grpo.loss.distillation.over=vocabulary"
+
+
+TOP = "grpo.loss.distillation={over: top_k, num_top_tokens: 4}"
 
 
 @pytest.fixture
@@ -82,6 +86,24 @@ def test_auto_is_swapped_where_a_resident_does_not_fit(home: Path) -> None:
     assert settle("teacher.path=wide", VOCABULARY, memory=1 << 20).placed_roles["teacher"].place == "resident"
 
 
+@pytest.mark.parametrize(
+    "teachers", ["teacher={path: twin, place: engines}", "teachers={a: {path: wide, place: engines}}"]
+)
+def test_the_likeliest_tokens_of_engines_are_a_column_and_take_no_weights_of_a_rank(home: Path, teachers: str) -> None:
+    key = ("teacher_key=answer",) if teachers.startswith("teachers") else ()
+    settled = settle(teachers, *key, TOP, "async.enabled=true")
+    assert settled.computed_columns["teacher_top"] == "teacher"
+    [role] = settled.placed_roles.values()
+    assert role.place == "engines" and role.held is None
+    assert settled.grpo and not settled.grpo.streams_training
+    assert settled.trainer.teacher and settled.trainer.teacher.is_on_engines
+    forecast = divergence_bytes(
+        settled.trainer, settled.trainer.teacher, read_sizes(home / "model/config.json"), "cuda"
+    )
+    assert forecast["teacher's weights"] == 0 and forecast["divergence"] > 0
+    assert forecast["teacher's states"] == 12 * 4 * settled.trainer.micro_batch_tokens
+
+
 def test_nothing_is_computed_before_the_update(home: Path) -> None:
     settled = settle("teacher.path=twin", VOCABULARY)
     assert settled.computed_columns == {} and settled.frozen_roles == ("teacher",)
@@ -98,7 +120,17 @@ def test_nothing_is_computed_before_the_update(home: Path) -> None:
         ),
         (
             ["teachers={a: {path: twin}, b: {path: wide}}", "teacher_key=answer", VOCABULARY],
-            "grpo.loss.distillation.over: must be sampled with teachers: vocabulary is for one teacher",
+            "grpo.loss.distillation.over: must be sampled with teachers, or top_k with all of them on engines: "
+            "vocabulary in the ranks is for one teacher",
+        ),
+        (
+            ["teachers={a: {path: twin, place: engines}, b: {path: wide}}", "teacher_key=answer", TOP],
+            "teachers.b.place: must be engines over top_k, as of another teacher",
+        ),
+        (
+            ["teacher={path: twin, place: engines}", VOCABULARY],
+            "teacher.place: must be auto, swapped or resident: a divergence needs the teacher's hidden states in the "
+            "ranks",
         ),
         (
             ["teacher.path=twin", "grpo.loss.distillation={over: top_k, num_top_tokens: 512}"],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.generation.requests import Completion, ScoreRequest
+from rlctl.generation.requests import TOP_IDS, TOP_LOG_PROBS, Completion, ScoreRequest
 from rlctl.rollout.frozen_scores import FrozenScores, GivenTokens
 from rlctl.utils.event_loop import EventLoop
 
@@ -27,7 +27,9 @@ class FakeDispatcher:
     async def sample_turn(self, request: ScoreRequest) -> Completion:
         self.requests.append(request)
         scored = np.array(request.tokens[request.start :], np.int32)
-        return Completion(scored, -scored.astype(np.float32), np.zeros(len(scored), np.int32), "length")
+        ids = np.tile(np.arange(request.top, dtype=np.int32), (len(scored), 1))
+        columns = {TOP_IDS: ids, TOP_LOG_PROBS: -scored[:, None] - ids.astype(np.float32)} if request.top else {}
+        return Completion(scored, -scored.astype(np.float32), np.zeros(len(scored), np.int32), "length", columns)
 
     def repair(self) -> bool:
         self.repairs += 1
@@ -51,10 +53,9 @@ def dispatcher() -> Iterator[FakeDispatcher]:
     dispatcher.close()
 
 
-def scores_of(dispatcher: Any, max_age: int = 0) -> FrozenScores:
-    return FrozenScores(
-        dispatcher, RUN, lambda *_, **__: None, name="teacher", temperature=0.7, longest=LONGEST, max_age=max_age
-    )
+def scores_of(dispatcher: Any, max_age: int = 0, **options: Any) -> FrozenScores:
+    options |= {"name": "teacher", "temperature": 0.7, "longest": LONGEST, "max_age": max_age}
+    return FrozenScores(dispatcher, RUN, lambda *_, **__: None, **options)
 
 
 def given(*tokens: int, start: int) -> GivenTokens:
@@ -99,3 +100,13 @@ def test_a_lost_engine_is_replaced_though_no_score_is_missing(dispatcher: FakeDi
     dispatcher.has_lost = True
     scores.scores([])
     assert dispatcher.repairs == 1
+
+
+def test_the_likeliest_tokens_of_a_sequence_are_ids_with_log_probs(dispatcher: FakeDispatcher) -> None:
+    scores = scores_of(dispatcher, top=2, num_tokens=30)
+    whole, too_long = scores.scores([given(4, 5, 6, start=2), given(*range(LONGEST + 1), start=7)])
+    assert whole.dtype == np.float32
+    assert whole.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]], [[0, -6], [1, -7]]]
+    assert np.isnan(too_long[7:]).all() and not too_long[:7].any()
+    [request] = dispatcher.requests
+    assert (request.top, request.num_tokens) == (2, 30)
