@@ -114,7 +114,8 @@ class ScoreRequest:
     top: int = 0
     # Divides the logits; above 0.
     temperature: float = 1.0
-    # Number of tokens of the distribution: logits of larger ids are padding, and left out. None: none are.
+    # Number of tokens of the distribution: logits of larger ids are padding, and left out. A given token may be padding
+    # too, and then has log-prob -inf. None: there is no padding.
     num_tokens: int | None = None
 
     def check_value(self, longest: int, vocab: int) -> None:
@@ -126,7 +127,6 @@ class ScoreRequest:
     def check(self, longest: int, vocab: int) -> None:
         """Raise ValueError if the request is malformed or does not fit. longest: most tokens. vocab: number of ids."""
         length = len(self.tokens)
-        vocab = min(vocab, self.num_tokens or vocab)
         if not 1 <= self.start < length:
             raise ValueError(f"request {self.id}: start={self.start} must be from 1 to {length - 1}, the last token")
         if length > longest:

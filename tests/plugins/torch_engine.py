@@ -182,7 +182,9 @@ class TorchEngine(Engine):
             return Completion(
                 tokens[-1:].int().numpy(), np.zeros(1, np.float32), versions, "length", {VALUE: value.numpy()}
             )
-        logits = self._model(tokens[None]).logits[0, request.start - 1 : -1, : request.num_tokens].float()
+        logits = self._model(tokens[None]).logits[0, request.start - 1 : -1].float()
+        if request.num_tokens:
+            logits[:, request.num_tokens :] = -torch.inf
         log_probs = (logits / request.temperature).log_softmax(-1)
         scored = tokens[request.start :]
         columns = {}

@@ -223,5 +223,5 @@ def test_a_teacher_on_engines_has_devices_of_its_own_or_the_arithmetic_says_why_
     sizes = read_sizes(home / "wide/config.json")
     assert on_cpu.memory.trainer["engines of the teacher"] >= 2 * 4 * sizes.parameters
     refused = problems(TERM, "teacher.path=twin", "reference={path: twin, place: engines}")
-    only_teachers = "must be auto, swapped or resident: engines score teachers alone, not the reference"
+    only_teachers = "must be auto, swapped or resident: engines do not score with the reference"
     assert refused == [f"reference.place: {only_teachers}"]
