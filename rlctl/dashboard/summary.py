@@ -13,6 +13,7 @@ from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint
 from rlctl.grpo import metric_rows
+from rlctl.grpo.critic_rows import EXPLAINED_VARIANCE
 from rlctl.grpo.losses.sections import STEP_MISMATCH
 from rlctl.run.health import ANSWERS, SKIPPED_UPDATES, UNSCORED_ANSWERS
 from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
@@ -87,7 +88,13 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     if skipped := sum(state.values(SKIPPED_UPDATES.name)):
         yield "skipped updates", f"{skipped:,.0f} without an optimizer step ({SKIPPED_UPDATES.name})"
     uniform_share = state.mean(metric_rows.UNIFORM_GROUPS.name)
-    if uniform_share is not None and uniform_share >= _MOSTLY:
+    explained = state.series(EXPLAINED_VARIANCE.name)
+    if explained:
+        first_step, first_share = explained[0]
+        last_step, last_share = explained[-1]
+        yield "critic explains", f"{percent(first_share)} → {percent(last_share)}  (step {first_step} → {last_step})"
+    # A critic learns from groups of equal rewards.
+    elif uniform_share is not None and uniform_share >= _MOSTLY:
         share = percent(uniform_share)
         yield "little to learn", f"{share} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):

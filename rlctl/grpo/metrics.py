@@ -23,7 +23,7 @@ from rlctl.telemetry import throughput
 from rlctl.telemetry.metrics import installed_rows
 
 GENERATOR_PHASES = ("generation", "refit")
-TRAINER_PHASES = ("train", "log_probs", "refit")
+TRAINER_PHASES = ("train", "critic", "log_probs", "refit")
 
 
 def _all_rollouts(groups: Iterable[RolloutGroup]) -> list[Rollout]:

@@ -10,17 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlctl.config.errors import BrokenValueError, ModelError
+from rlctl.config.grpo_schema import AdvantageSection, UserAdvantageSection
+from rlctl.config.plugins import ADVANTAGE_BASE
 from rlctl.config.run_weights import chat_folder, local_folder
 from rlctl.models.facts import ModelSizes
 from rlctl.models.model_sizes import check_config, config_file, sizes_of
 from rlctl.models.vocabulary import vocabulary_problem
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import State, StateBytes, Violation, Violations, backend_of
-from rlctl.preflight.declared_columns import CRITIC, VALUE, Role, named_columns
+from rlctl.preflight.declared_columns import CRITIC, VALUE, Role, named_columns, user_class
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import Phase, PlacedState, trainer_bytes
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, TrainerSettings
+from rlctl.utils.user_code import load_object
 
 _GAE = "grpo.advantage.name"
 PlacedStates = dict[Phase, dict[State | Role, PlacedState]]
@@ -81,7 +84,7 @@ def critic_bytes(settled: Settled, policy_items: dict[str, int], device: Device)
     resting = _states(trainer, sizes)["parameters"].device
     policy_states = _states(settled.trainer, settled.facts)
     policy_resting = policy_states["parameters"].device
-    if not settled.trainer.offload_optimizer_for_generation:
+    if not (settled.trainer.offload_optimizer_for_generation and settled.shares_devices):
         policy_resting += policy_states["optimizer"].device
     # The peak is in the turn of the one or of the other.
     further = sum(items.values()) + policy_resting - sum(policy_items.values())
@@ -129,6 +132,9 @@ def check_critic(settled: SettledGrpo) -> Violations:
     if not reads_values:
         message = f"nothing reads its values: set {_GAE}=gae, or critic=null"
         yield Violation("critic", message, (_GAE,))
+    elif not _gives_returns(config.grpo.advantage):
+        message = "reads value: define learned_columns too, which gives the critic its returns"
+        yield Violation(_GAE, message, ("critic",))
     elif config.grpo.dynamic_sampling.filter == "rewards":
         message = "rewards leaves out groups of equal rewards, from which a critic learns: set null or accuracy"
         yield Violation("grpo.dynamic_sampling.filter", message, (_GAE,))
@@ -138,6 +144,15 @@ def check_critic(settled: SettledGrpo) -> Violations:
         yield Violation("critic.optimizer.betas", f"must be two numbers, not {len(section.optimizer.betas)}")
     if section.path is not None:
         yield from _check_model(settled, section.path)
+
+
+def _gives_returns(section: AdvantageSection) -> bool:
+    """Return False for a user's class that reads values and leaves the critic without returns."""
+    kind = user_class(section.name) if isinstance(section, UserAdvantageSection) else None
+    if kind is None:
+        return True
+    base = load_object(ADVANTAGE_BASE)
+    return kind.learned_columns is not base.learned_columns
 
 
 def _check_numbers(settled: SettledGrpo) -> Violations:

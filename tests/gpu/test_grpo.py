@@ -133,3 +133,15 @@ def test_weights_change_in_flight_between_devices(model: Path, tmp_path: Path) -
         assert 0 <= record["age/mean"] <= record["age/max"] <= bound
         assert record["mismatch/token_mult_prob_error"] < 1.02
     assert any(record["age/mixed"] > 0 for record in records), "no answer ran across a refit"
+
+
+@pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.skipif("gpus() < 2", reason="needs two"))])
+def test_a_critic_shares_the_devices_of_policy_and_engine(ranks: int, model: Path, tmp_path: Path) -> None:
+    """Run three models in turns: the policy and the critic train, and the engine sleeps meanwhile."""
+    ppo = ["grpo.advantage=gae", "critic={warm_up_steps: 1}", "grpo.num_generations_per_prompt=1"]
+    ppo += ["generation.engine.enforce_eager=true", f"trainer.num_ranks={ranks}", f"generation.num_engines={ranks}"]
+    records = train("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, *ppo)
+    assert all(record["critic/loss"] > 0 and record["critic/grad_norm"] > 0 for record in records)
+    assert "train/grad_norm" not in records[0] and records[1]["train/grad_norm"] > 0
+    assert all(abs(record["mismatch/token_mult_prob_error"] - 1) < 0.02 for record in records[1:])

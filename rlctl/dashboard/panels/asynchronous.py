@@ -27,6 +27,7 @@ LABEL = 18
 SIGNS = {
     "idle": ("·", "bright_black"),
     "log_probs": ("▓", "cyan"),
+    "critic": ("▚", "bright_green"),
     "train": ("█", "green"),
     "refit": ("▒", "magenta"),
     "other": ("░", "white"),

@@ -12,12 +12,24 @@ from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
 # Number of last steps for means.
 RECENT = 20
 # Phases in the order of a step.
-ORDER = ("data", "generation", "reward", "refit", "log_probs", "advantage", "train", "validation", "checkpoint")
+ORDER = (
+    "data",
+    "generation",
+    "reward",
+    "refit",
+    "log_probs",
+    "advantage",
+    "critic",
+    "train",
+    "validation",
+    "checkpoint",
+)
 STYLE = {
     "generation": "blue",
     "train": "green",
     "refit": "magenta",
     "log_probs": "cyan",
+    "critic": "bright_green",
     "reward": "yellow",
     "validation": "bright_blue",
     "checkpoint": "bright_cyan",

@@ -61,6 +61,16 @@ def test_a_wrong_critic_is_refused_in_one_line(home: Path, overrides: list[str],
     assert expected in problem(*overrides).replace(str(home), "HOME")
 
 
+def test_an_advantage_of_ones_own_that_reads_values_gives_returns(home: Path) -> None:
+    head = "from rlctl.grpo.advantages.base import Advantage\n\n\nclass Mine(Advantage):\n    columns = ('value',)\n"
+    call = "    def __call__(self, rollouts):\n        return rollouts.reward\n"
+    (home / "mine.py").write_text(head + call)
+    mine = ("grpo.advantage={name: 'mine.py:Mine'}", "critic={}")
+    assert "reads value: define learned_columns too, which gives the critic its returns" in problem(*mine)
+    (home / "theirs.py").write_text(head + call + "    def learned_columns(self, rollouts):\n        return {}\n")
+    assert settle("grpo.advantage={name: 'theirs.py:Mine'}", "critic={}").grpo
+
+
 def test_groups_of_one_need_a_critic(home: Path) -> None:
     assert "must be at least 2, not 1" in problem("grpo.num_generations_per_prompt=1")
     assert settle(*PPO).grpo
