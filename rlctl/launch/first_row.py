@@ -35,7 +35,7 @@ from rlctl.models.model_sizes import config_file
 from rlctl.preflight.load import Composed
 from rlctl.preflight.settled import Settled
 from rlctl.rewards.answer_reading import read_reference
-from rlctl.rewards.base import RewardFailure, UnusableError
+from rlctl.rewards.base import UnusableError
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
 from rlctl.rollout.scoring import sample_item
@@ -167,7 +167,14 @@ def _try_rewards(composed: Composed[Settled], fetch: bool) -> list[str]:
     )
     if score.failed:
         return ["rewards: no reward judges the first row: each returned None; such rollouts are left out and counted"]
-    model_lines = _encode_by_models(config)
+    model_lines = []
+    if model_rewards(config.rewards):
+        from rlctl.launch.reward_models import try_encoders
+
+        with _as_config_errors(composed):
+            section, row = _first_row(config)
+            tasks, _ = load_prompts(config, section, load_chat(config, config.model.path), [row])
+            model_lines = try_encoders(config.rewards, sample_item(tasks[0]))
     if model_lines and not parts:
         return model_lines
     if score.value is None and not model_lines:
@@ -255,30 +262,6 @@ def _score_of_first_row(config: GrpoConfig) -> Score:
     prompts, _ = load_prompts(unlimited, section, load_chat(config, config.model.path), [row])
     with Scorer(config.rewards, episodes=config.environment.is_enabled) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))
-
-
-def _encode_by_models(config: GrpoConfig) -> list[str]:
-    """Return a line for each reward model, on the tokens of the first row's own answer. No weights are loaded."""
-    models = model_rewards(config.rewards)
-    if not models:
-        return []
-    from rlctl.launch.reward_models import load_own_chat
-    from rlctl.rollout.model_rewards import ConversationEncoder
-
-    section, row = _first_row(config)
-    prompts, _ = load_prompts(config, section, load_chat(config, config.model.path), [row])
-    lines = []
-    for index, reward in models.items():
-        if not Path(reward.path).is_dir():
-            lines.append(f"rewards.{index}: not tried, {reward.path} is not on this machine")
-            continue
-        chat = load_own_chat(Path(reward.path), reward.path)
-        encoded = ConversationEncoder(chat, sys.maxsize, reward.over).encode(sample_item(prompts[0]))
-        if isinstance(encoded, RewardFailure):
-            raise UnusableError([(index, str(encoded))], config.rewards)
-        text = f"the first row's own answer has {len(encoded[-1].tokens)} tokens of the model's tokenizer"
-        lines.append(f"rewards.{index}: {text}; its value needs the model, which a start of the run loads")
-    return lines
 
 
 def _first_row(config: GrpoConfig) -> tuple[DatasetSection, Row]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from rlctl.launch.session import Session
 from rlctl.preflight.backend import layout_of
-from rlctl.preflight.roles import TEACHER, written_roles
+from rlctl.preflight.roles import TEACHER
 from rlctl.preflight.settled import Settled
+from rlctl.preflight.written_roles import written_roles
 
 if TYPE_CHECKING:
     from rlctl.training.trainer_group import TrainerGroup
@@ -44,4 +45,4 @@ def precompile(session: Session, settled: Settled, trainer: "TrainerGroup") -> N
     with session.starting("warm-up"):
         # torch.compile treats dimensions of equal size as one. A second length keeps them apart.
         for warm_up_length in (length, max(2, length // 2 - 1)):
-            trainer.warm_up(count, warm_up_length, NllLoss(distillation=term), roles, valuing)
+            trainer.warm_up(count, warm_up_length, NllLoss(distillation=term), roles, valuing=valuing)

@@ -34,8 +34,8 @@ from rlctl.preflight.load import Composed, load
 from rlctl.preflight.machine import RunMachine, device_of, read_machine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import RunPlan, crowding_notes, disk_notes, make_plan
-from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled
+from rlctl.preflight.written_roles import written_roles
 from rlctl.run.run_dir import RunDir
 from rlctl.sandbox.base import SandboxError
 from rlctl.sandbox.open_sandbox import choose_sandbox, use_section

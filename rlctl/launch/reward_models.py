@@ -1,5 +1,6 @@
 """Reward models: loading of their tokenizers, and the ranks or engines that value rollouts."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,8 @@ from rlctl.data.load_tokenizer import load_tokenizer
 from rlctl.data.templates import find_template
 from rlctl.launch.roles import RoleFiles
 from rlctl.preflight.declared_columns import Role
-from rlctl.preflight.roles import WrittenRole, longest_sequence_of, reward_role
+from rlctl.preflight.written_roles import WrittenRole, longest_sequence_of, reward_role
+from rlctl.rewards.base import RewardFailure, RewardInput, UnusableError
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.frozen_scores import FrozenScores, GivenTokens
 from rlctl.rollout.model_rewards import ConversationEncoder, ModelRewards, RewardModel
@@ -39,6 +41,25 @@ def load_own_chat(folder: Path, tokenizer: str) -> Chat:
     """Load the tokenizer and the chat template of the model in `folder`. Raises DataError."""
     loaded = load_tokenizer(tokenizer)
     return Chat(loaded, find_template("auto", loaded), system_prompt=None, folder=folder)
+
+
+def try_encoders(rewards: Sequence[AnyRewardSection], item: RewardInput) -> list[str]:
+    """Encode one rollout for each reward model on this machine, without its weights. Return a line for each.
+
+    Raises UnusableError if a model cannot read it, and DataError for a tokenizer that cannot be loaded.
+    """
+    lines = []
+    for index, reward in model_rewards(rewards).items():
+        if not Path(reward.path).is_dir():
+            lines.append(f"rewards.{index}: not tried, {reward.path} is not on this machine")
+            continue
+        chat = load_own_chat(Path(reward.path), reward.path)
+        encoded = ConversationEncoder(chat, sys.maxsize, reward.over).encode(item)
+        if isinstance(encoded, RewardFailure):
+            raise UnusableError([(index, str(encoded))], rewards)
+        text = f"the first row's own answer has {len(encoded[-1].tokens)} tokens of the model's tokenizer"
+        lines.append(f"rewards.{index}: {text}; its value needs the model, which a start of the run loads")
+    return lines
 
 
 def open_reward_models(

@@ -10,8 +10,9 @@ from rlctl.models.facts import HeadKind
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.vocabulary import vocabulary_problem
 from rlctl.preflight.declared_columns import Role, RoleModel
-from rlctl.preflight.roles import RoleFacts, WrittenRole, first_difference, written_roles
+from rlctl.preflight.roles import RoleFacts, first_difference
 from rlctl.preflight.settled import Settled
+from rlctl.preflight.written_roles import WrittenRole, written_roles
 from rlctl.run.checkpoints import hold
 from rlctl.run.run_dir import RunDir
 

@@ -26,9 +26,10 @@ from rlctl.models.model_files import ModelFiles
 from rlctl.models.vocabulary import count_tokens
 from rlctl.preflight.declared_columns import Role, gives_top, is_teacher
 from rlctl.preflight.placement import Placement, transport_of
-from rlctl.preflight.roles import reward_role, scoring_roles, written_roles
+from rlctl.preflight.roles import scoring_roles
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES
+from rlctl.preflight.written_roles import reward_role, written_roles
 from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 from rlctl.workers.user_logs import Emit

@@ -17,9 +17,9 @@ from rlctl.preflight.declared_columns import Role, RoleModel
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_cache_tokens, token_bytes
 from rlctl.preflight.placement import Placement, PlacementSlot, transport_of
-from rlctl.preflight.roles import WrittenRole, longest_sequence_of
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.preflight.trainer_settings import Dtype
+from rlctl.preflight.written_roles import WrittenRole, longest_sequence_of
 from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import TrainingFlops
 from rlctl.training.profile import ProfileSpec

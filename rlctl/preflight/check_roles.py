@@ -25,13 +25,9 @@ from rlctl.preflight.declared_columns import (
 from rlctl.preflight.derived import NotKnownError
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.machine import RunMachine
-from rlctl.preflight.roles import (
-    RoleFacts,
-    WrittenRole,
-    read_role_facts,
-    written_roles,
-)
+from rlctl.preflight.roles import RoleFacts, read_role_facts
 from rlctl.preflight.settled import Settled, SettledGrpo, settle
+from rlctl.preflight.written_roles import WrittenRole, written_roles
 
 
 def settle_here(config: RunConfig) -> Settled:

@@ -13,8 +13,8 @@ from rlctl.preflight.check_adapters import adapter_notes
 from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
 from rlctl.preflight.declared_columns import users_metrics
-from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled, SettledGrpo
+from rlctl.preflight.written_roles import written_roles
 from rlctl.telemetry.metrics import Metric, MetricTable, installed_rows
 
 # Largest bound on age without a note. AReaL (arXiv 2505.24298, table 3): with the decoupled objective a lag of up to 4

@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlctl.config.errors import ModelError
-from rlctl.config.grpo_schema import ModelRewardSection
-from rlctl.config.plugins import model_rewards
-from rlctl.config.role_schema import Place, RoleSection, TeacherSection
 from rlctl.config.run_weights import local_adapter
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import RunConfig
 from rlctl.models.adapter_folder import read_spec
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
@@ -35,34 +32,11 @@ from rlctl.preflight.declared_columns import (
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_bytes, show_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
+from rlctl.preflight.written_roles import WrittenRole, longest_sequence_of, reward_models, reward_role, written_roles
 
 TEACHER: Role = "teacher"
 # Bytes/s of a copy between device and host (H200, bench/README.md), and within the memory of a CPU.
 _LINK_RATES: dict[Device, float] = {"cuda": 54e9, "cpu": 5e9}
-
-
-@dataclass(frozen=True)
-class WrittenRole:
-    """The section of a role in the config."""
-
-    name: Role
-    # Folder or hub name of a model or of an adapter; None for the policy's first weights, or if `lora` names its base.
-    path: str | None
-    # Folder or hub name of an adapter over `path`.
-    lora: str | None
-    place: Place
-    # Number of engines that score, and GPUs of each, if the place is engines.
-    num_engines: int = 1
-    tensor_parallel_size: int = 1
-    # True for a reward model, whose value head values rollouts.
-    has_value_head: bool = False
-    # Most tokens of a conversation that a reward model values; None for the default.
-    max_length: int | None = None
-
-    @property
-    def weights(self) -> str | None:
-        """Folder or hub name of the weights; None for the policy's first weights."""
-        return self.lora or self.path
 
 
 @dataclass(frozen=True)
@@ -96,57 +70,6 @@ class PlacedRole:
     problem: str | None = None
     # True if the config leaves the place at `auto`, and the role is not the policy's first weights.
     is_chosen: bool = False
-
-
-def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
-    """Return the roles that the config has a model for, by name."""
-    sections: dict[Role, RoleSection] = {}
-    for key, value in vars(config).items():
-        named = value if isinstance(value, dict) else {}
-        entries = {key: value} | {f"{key}.{name}": section for name, section in named.items()}
-        sections |= {name: section for name, section in entries.items() if isinstance(section, RoleSection)}
-    roles = {}
-    for name, section in sections.items():
-        roles[name] = WrittenRole(name, section.path, lora=None, place=section.place)
-        if isinstance(section, TeacherSection):
-            roles[name] = replace(
-                roles[name],
-                lora=section.lora,
-                num_engines=section.num_engines,
-                tensor_parallel_size=section.tensor_parallel_size,
-            )
-    for index, reward in reward_models(config).items():
-        name = reward_role(index)
-        roles[name] = WrittenRole(
-            name,
-            reward.path,
-            lora=None,
-            place=reward.place,
-            num_engines=reward.num_engines,
-            tensor_parallel_size=reward.tensor_parallel_size,
-            has_value_head=True,
-            max_length=reward.max_length,
-        )
-    return roles
-
-
-def longest_sequence_of(role: WrittenRole, sizes: ModelSizes, policy_longest: int) -> int:
-    """Return the most tokens of a sequence that a role's model scores. policy_longest: of the policy's sequences."""
-    longest = policy_longest
-    if role.has_value_head:
-        # Another tokenizer may need more tokens for the same text.
-        longest = role.max_length or 2 * policy_longest
-    return min(longest, sizes.max_positions)
-
-
-def reward_models(config: RunConfig) -> dict[int, ModelRewardSection]:
-    """Return index -> section of the entries of `rewards` that are reward models; none in an SFT run."""
-    return model_rewards(config.rewards) if isinstance(config, GrpoConfig) else {}
-
-
-def reward_role(index: int) -> Role:
-    """Return the role of the reward model that is the entry `index` of `rewards`."""
-    return f"rewards.{index}"
 
 
 def read_role_facts(

@@ -22,8 +22,8 @@ from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.adapter_folder import WEIGHTS
 from rlctl.models.model_settings import settings_of
 from rlctl.models.weight_headers import digest_of_weights
-from rlctl.preflight.roles import written_roles
 from rlctl.preflight.settled import Settled
+from rlctl.preflight.written_roles import written_roles
 
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.

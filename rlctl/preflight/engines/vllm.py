@@ -102,6 +102,8 @@ class VllmRules(EngineRules):
         file = config_file(path)
         if file and (reason := _kept_refusals().get(architectures_in(file))):
             return f"{path}: {reason}"
+        if file and sizes.head_kind == "value" and "ForSequenceClassification" not in architectures_in(file):
+            return f"{path} is a {architectures_in(file)}; vLLM values by a sequence classifier alone"
         if device != "cpu":
             return None
         refusal = cpu_limit(path, sizes) or cpu_refusal(path, sizes.model_type)

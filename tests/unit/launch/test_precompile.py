@@ -68,7 +68,8 @@ def test_each_rank_goes_through_a_full_pack_of_two_lengths(
     lengths: list[int] = []
     roles_of_passes: list[tuple[str, ...]] = []
 
-    def warm_up(count: int, length: int, loss: object, roles: tuple[str, ...]) -> None:
+    def warm_up(count: int, length: int, loss: object, roles: tuple[str, ...], valuing: list[str]) -> None:
+        assert not valuing
         counts.append(count)
         lengths.append(length)
         roles_of_passes.append(roles)
