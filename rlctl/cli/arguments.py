@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -79,3 +79,20 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, not {value}")
     return value
+
+
+def parse_arguments(texts: list[str] | None) -> dict[str, Any]:
+    """Return the environment's arguments by name, from KEY=VALUE texts. Raises ConfigError for any other text."""
+    import yaml
+
+    arguments: dict[str, Any] = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        is_yaml = True
+        try:
+            arguments[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            is_yaml = False
+        if not equals or not is_yaml or not key.isidentifier():
+            raise ConfigError([Problem("--arg", "", f"must be KEY=VALUE with a YAML value, not {text}")])
+    return arguments

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.arguments import AsJson, finite
+from rlctl.cli.arguments import AsJson, finite, parse_arguments
 from rlctl.cli.completion import complete_run
 from rlctl.cli.env_tasks import Seed, tasks
 from rlctl.cli.output import FAILED, busy, console, examples, explain_engine_errors, note, say, tell
@@ -98,7 +98,7 @@ def check(
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
     with locate_errors("--data", DataError):
         section, rows = rows_to_try(name, str(data) if data else None, seed, max(EPISODES, episodes or 1))
-    arguments = _parse_arguments(arg)
+    arguments = parse_arguments(arg)
     if model is not None:
         with explain_engine_errors("interrupted"):
             target = find_target(model, runs_folder())
@@ -149,23 +149,6 @@ def _play_episodes(
         from rlctl.evaluation.engine_episodes import play_episodes
 
         return play_episodes(config, section, rows, count, step, logs, tell)
-
-
-def _parse_arguments(texts: list[str] | None) -> dict[str, Any]:
-    """Return the environment's arguments by name, from KEY=VALUE texts. Raises ConfigError for any other text."""
-    import yaml
-
-    arguments: dict[str, Any] = {}
-    for text in texts or []:
-        key, equals, value = text.partition("=")
-        is_yaml = True
-        try:
-            arguments[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            is_yaml = False
-        if not equals or not is_yaml or not key.isidentifier():
-            raise ConfigError([Problem("--arg", "", f"must be KEY=VALUE with a YAML value, not {text}")])
-    return arguments
 
 
 def _show_report(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:

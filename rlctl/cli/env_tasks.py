@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from rlctl.cli.arguments import parse_arguments
 from rlctl.cli.output import note
 from rlctl.config.errors import ConfigError, Problem
 
@@ -18,6 +19,9 @@ def tasks(
     held_out: Annotated[bool, typer.Option("--held-out", help="Print tasks that are never among the others.")] = False,
     seed: Seed = 0,
     folder: Annotated[Path | None, typer.Option(help="With harbor: the folder of its task folders.")] = None,
+    arg: Annotated[
+        list[str] | None, typer.Option(help="With harbor: KEY=VALUE of environment.args, repeatable.")
+    ] = None,
 ) -> None:
     """Print tasks of an environment that ships, a JSON row each, equal for equal seeds.
 
@@ -38,19 +42,19 @@ def tasks(
     if folder is not None:
         if not folder.is_dir():
             raise ConfigError([Problem("--folder", "", f"no folder {folder}")])
-        _print_folder_tasks(name, folder)
+        _print_folder_tasks(name, folder, parse_arguments(arg))
         return
     for row in islice(shipped_tasks(name, seed, held_out), count):
         typer.echo(json.dumps(row))
 
 
-def _print_folder_tasks(name: str, folder: Path) -> None:
+def _print_folder_tasks(name: str, folder: Path, arguments: dict[str, Any]) -> None:
     """Print the tasks of a shelf in a folder, and the refused ones with their reasons. Exit code 1 if all are."""
     from rlctl.config.plugins import FOLDER_TASKS
     from rlctl.utils.user_code import load_object
 
     num_tasks = 0
-    for row, refusal in load_object(FOLDER_TASKS[name])(folder):
+    for row, refusal in load_object(FOLDER_TASKS[name])(folder, **arguments):
         if refusal:
             note([f"refused: {refusal}"])
         else:

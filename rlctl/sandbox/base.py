@@ -16,6 +16,9 @@ _SESSION_CPU_S = 24 * 3600
 # Share of a limit from which a program counts as near.
 NEAR = 0.8
 
+# Reason for which a sandbox without containers refuses a program.
+NO_IMAGES = "an image of a container needs the sandbox command"
+
 # Promises of a sandbox.
 #   network: no packet leaves, and no service of the machine answers
 #   files: nothing outside the program's folders can be written, and nothing but the system's files can be read
@@ -106,8 +109,10 @@ class Program:
     network: bool = False
     # Working folder on this machine, which is kept; None: a new one, which is removed.
     folder: Path | None = None
-    # Absolute path in the sandbox -> folder in the working folder that is there too, writable. Only namespaces can.
+    # Absolute path in the sandbox -> folder in the working folder that is there too, writable: `bwrap` and `command`.
     mounts: Mapping[str, str] = field(default_factory=dict)
+    # Image of a container in which the program runs; only `command` has images.
+    image: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of, split_path
+from rlctl.sandbox.base import NO_IMAGES, Guarantee, Limits, Program, SandboxError, Strength, command_of, split_path
 from rlctl.sandbox.limited_run import ConfinedCommand, LimitedRun, send_signal
 from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.process_tree import children_of
@@ -77,7 +77,9 @@ class BwrapSandbox(LocalSandbox):
 
     @contextmanager
     def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
-        """Make the command that runs a program in new namespaces."""
+        """Make the command that runs a program in new namespaces. Raises ValueError for a program with an image."""
+        if program.image:
+            raise ValueError(NO_IMAGES)
         argv, files = command_of(program, f"{_PYTHON}/bin/python")
         user = folder_user(program.folder) if self._has_root else None
         folder = WorkFolder(program.folder, user)

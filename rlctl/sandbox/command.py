@@ -21,19 +21,21 @@ from rlctl.sandbox.work_folder import WorkFolder
 
 # Names that a command may have in braces.
 PLACES = ("id", "folder", "memory_mib", "processes", "cpu_s", "wall_s")
+# Those of a command for programs with images. A word with `mount` is repeated for each mount, HOST:PLACE.
+CONTAINER_PLACES = (*PLACES, "image", "mount")
 # Exit code of docker and podman if they could not run a program.
 _NO_CONTAINER = 125
 _STOP_S = 30.0
 
 
 class CommandSandbox(LocalSandbox):
-    """Runs each program by a command. stop_command: run after each program."""
+    """Runs each program by a command. stop_command: run after each program. places: names in the command's braces."""
 
     name = "command"
 
-    def __init__(self, command: str, stop_command: str | None = None) -> None:
+    def __init__(self, command: str, stop_command: str | None = None, places: Sequence[str] = PLACES) -> None:
         super().__init__()
-        self._words = split_command(command)
+        self._words = split_command(command, places)
         self._stop_words = split_command(stop_command) if stop_command else []
 
     @property
@@ -43,9 +45,8 @@ class CommandSandbox(LocalSandbox):
 
     @contextmanager
     def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
-        """Make the command of a program. Raises ValueError for a program that asks for the network."""
-        if program.mounts:
-            raise ValueError("mounts need namespaces: sandbox bwrap")
+        """Make the command of a program. Raises ValueError if the program asks for what the command does not have."""
+        self._check_places(program)
         if program.network:
             raise ValueError("the network of a program is chosen in sandbox.command")
         argv, files = command_of(program, "python3")
@@ -57,10 +58,12 @@ class CommandSandbox(LocalSandbox):
             "processes": limits.processes,
             "cpu_s": limits.cpu_s,
             "wall_s": limits.wall_s,
+            "image": program.image,
         }
+        mounts = [f"{folder.work / name}:{place}" for place, name in program.mounts.items()]
         try:
             folder.write(files)
-            words = fill_words(self._words, values)
+            words = fill_words(self._words, values, mounts)
             if program.variables:
                 words.append("env")
                 words += [f"{name}={text}" for name, text in program.variables.items()]
@@ -76,6 +79,14 @@ class CommandSandbox(LocalSandbox):
             self._stop(fill_words(self._stop_words, values))
             folder.remove()
 
+    def _check_places(self, program: Program) -> None:
+        """Raise ValueError if the command has no place for a program's mounts or image, or asks for an image."""
+        text = " ".join(self._words)
+        if program.mounts and "{mount}" not in text:
+            raise ValueError("the command has no {mount} for the folders of the program")
+        if bool(program.image) != ("{image}" in text):
+            raise ValueError(f"the command {'has no {image}' if program.image else 'needs a program with an {image}'}")
+
     def _stop(self, words: Sequence[str]) -> None:
         """Run the command that ends a program."""
         if words:
@@ -87,7 +98,7 @@ def _read_status(run: LimitedRun) -> int | None:
     return run.status if run.status >= 0 and run.status != _NO_CONTAINER else None
 
 
-def split_command(command: str) -> list[str]:
+def split_command(command: str, places: Sequence[str] = PLACES) -> list[str]:
     """Return the words of a command. Raises SandboxError for one that is none, or for an unknown name in braces."""
     try:
         words = shlex.split(command)
@@ -96,15 +107,19 @@ def split_command(command: str) -> list[str]:
         raise SandboxError(f"{command!r} is no command: {error}") from error
     if not words:
         raise SandboxError("the command is empty")
-    if unknown := sorted(names - set(PLACES)):
-        known = ", ".join(f"{{{name}}}" for name in PLACES)
+    if unknown := sorted(names - set(places)):
+        known = ", ".join(f"{{{name}}}" for name in places)
         raise SandboxError(f"{{{unknown[0]}}} is none of {known}")
     return words
 
 
-def fill_words(words: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return the words with the values in place of their names in braces."""
-    return [word.format(**values) for word in words]
+def fill_words(words: Sequence[str], values: Mapping[str, Any], mounts: Sequence[str] = ()) -> list[str]:
+    """Return the words with the values in place of their names in braces. mounts: values of `mount`."""
+    filled_words: list[str] = []
+    for word in words:
+        own_mounts = mounts if "{mount}" in word else [""]
+        filled_words += [word.format(**values, mount=mount) for mount in own_mounts]
+    return filled_words
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.sandbox import confine
-from rlctl.sandbox.base import Guarantee, Limits, Program, SandboxError, Strength, command_of
+from rlctl.sandbox.base import NO_IMAGES, Guarantee, Limits, Program, SandboxError, Strength, command_of
 from rlctl.sandbox.limited_run import STDIN, ConfinedCommand, LimitedRun
 from rlctl.sandbox.local_sandbox import ConfinedProgram, LocalSandbox
 from rlctl.sandbox.process_tree import children_of
@@ -83,9 +83,11 @@ class ProcessSandbox(LocalSandbox):
 
     @contextmanager
     def confine(self, program: Program, limits: Limits) -> Iterator[ConfinedProgram]:
-        """Make the command that runs a program below two supervisors. Raises ValueError for a program with mounts."""
+        """Make the command that runs a program below two supervisors. Raises ValueError for mounts and images."""
         if program.mounts:
             raise ValueError("mounts need namespaces: sandbox bwrap")
+        if program.image:
+            raise ValueError(NO_IMAGES)
         argv, files = command_of(program, str(python_home() / "bin" / "python"))
         user = folder_user(program.folder) if self._has_root else None
         folder = WorkFolder(program.folder, user)

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from rlctl.environments.outcomes import InfrastructureError
 from rlctl.environments.shelves.harbor_folder import HarborTask, RefusedTaskError, read_task
 from rlctl.sandbox.base import Limits, Program, Result, Sandbox, SandboxError
+from rlctl.sandbox.command import CONTAINER_PLACES, CommandSandbox
 from rlctl.sandbox.open_sandbox import open_sandbox
 
 REWARD_TEXT = "logs/verifier/reward.txt"
@@ -29,18 +30,25 @@ _MAX_OUTPUT = 16_384
 class Harbor:
     """One episode in a task's folder.
 
-    bases: further images that this machine stands for. command_s: seconds of a command of the model. memory_mib:
-    memory of a command, unless the task names its own. reward_key: the reward among those of reward.json.
+    bases: further images that this machine stands for. command: words that run a program in a container, in place of
+    the sandbox; stop_command: run after each (`rlctl/sandbox/command.py`). image_prefix: begins the name of a task's
+    image, unless task.toml names one. command_s: seconds of a command of the model. memory_mib: memory of a command,
+    unless the task names its own. reward_key: the reward among those of reward.json.
     """
 
     def __init__(
         self,
         bases: tuple[str, ...] = (),
+        command: str | None = None,
+        stop_command: str | None = None,
+        image_prefix: str = "harbor-",
         command_s: float = 30.0,
         memory_mib: int = 512,
         reward_key: str = "reward",
     ) -> None:
         self._bases = tuple(bases)
+        self._image_prefix = None if command is None else image_prefix
+        self._sandbox = _open_sandbox(command, stop_command)
         self._command_s = command_s
         self._memory_mib = memory_mib
         self._reward_key = reward_key
@@ -50,19 +58,21 @@ class Harbor:
     def _served_tools(cls, **arguments: Any) -> list[dict[str, Any]]:
         """Open the sandbox before a run. Raises InfrastructureError if this machine has none."""
         cls(**arguments)
-        _sandbox()
         return []
 
     def reset(self, task: str, **row: Any) -> str | None:
         """Copy the files of a task. task: its folder. Return the instruction, unless the row's prompt has it."""
         try:
-            self._task = read_task(Path(task), self._bases)
+            self._task = read_task(Path(task), self._bases, self._image_prefix)
         except (RefusedTaskError, OSError) as error:
             raise InfrastructureError(str(error)) from error
         self._folder = Path(tempfile.mkdtemp(prefix="rlctl-harbor-"))
         for number, root in enumerate(self._task.roots):
             (self._folder / f"root{number}").mkdir()
-            _copy_files(self._task, root, self._folder / f"root{number}")
+            if self._task.image:
+                self._copy_from_image(root, f"root{number}")
+            else:
+                _copy_files(self._task, root, self._folder / f"root{number}")
         return None if row.get("prompt") else self._task.instruction
 
     def bash(self, command: str) -> str:
@@ -71,7 +81,7 @@ class Harbor:
         Args:
             command: The command.
         """
-        result = self._run_command(command, self._limits(self._command_s))
+        result = self._run_in_folder(command, self._limits(self._command_s))
         text = (result.stdout + result.stderr).decode(errors="replace")
         if len(text) > _MAX_OUTPUT:
             text = f"{text[:_MAX_OUTPUT]}... [cut]"
@@ -87,7 +97,7 @@ class Harbor:
             _remove(self._folder / name)
         shutil.copytree(self._task.folder / "tests", self._folder / "tests")
         (self._folder / "logs/verifier").mkdir(parents=True)
-        result = self._run_command("bash /tests/test.sh", self._limits(self._task.tests_s), with_tests=True)
+        result = self._run_in_folder("bash /tests/test.sh", self._limits(self._task.tests_s), with_tests=True)
         return self._read_reward(result)
 
     def close(self) -> None:
@@ -99,18 +109,20 @@ class Harbor:
         """Run the task's own solution, then its tests. Return the reward."""
         assert self._folder is not None
         shutil.copytree(self._task.folder / "solution", self._folder / "solution")
-        self._run_command("bash /solution/solve.sh", self._limits(self._task.tests_s), mounts={"/solution": "solution"})
+        self._run_in_folder(
+            "bash /solution/solve.sh", self._limits(self._task.tests_s), mounts={"/solution": "solution"}
+        )
         return self.get_reward()
 
     def _limits(self, wall_s: float) -> Limits:
         return Limits(wall_s=wall_s, cpu_s=wall_s, memory_mib=self._task.memory_mib or self._memory_mib)
 
-    def _run_command(
+    def _run_in_folder(
         self, command: str, limits: Limits, with_tests: bool = False, mounts: dict[str, str] | None = None
     ) -> Result:
         """Run a command with the files of the episode at their paths. Raises InfrastructureError."""
         task = self._task
-        variables = {"PATH": _PATH, **task.variables}
+        variables = dict(task.variables) if task.image else {"PATH": _PATH, **task.variables}
         all_mounts = {root: f"root{number}" for number, root in enumerate(task.roots)} | (mounts or {})
         if with_tests:
             variables |= task.test_variables
@@ -121,11 +133,24 @@ class Harbor:
             variables=variables,
             folder=self._folder,
             mounts=all_mounts,
+            image=task.image,
         )
+        return self._run_program(program, limits)
+
+    def _copy_from_image(self, root: str, name: str) -> None:
+        """Copy a folder of the task's image into the folder `name` of the episode. Raises InfrastructureError."""
+        argv = ("cp", "-a", f"{root}/.", "/rlctl-files/")
+        program = Program(argv=argv, folder=self._folder, mounts={"/rlctl-files": name}, image=self._task.image)
+        result = self._run_program(program, Limits())
+        if not result.has_passed:
+            reason = result.stderr.decode(errors="replace").strip()[-200:] or result.ending
+            raise InfrastructureError(f"{root} of the image {self._task.image} cannot be copied: {reason}")
+
+    def _run_program(self, program: Program, limits: Limits) -> Result:
         try:
-            return _sandbox().run(program, limits)
+            return self._sandbox.run(program, limits)
         except (SandboxError, ValueError) as error:
-            raise InfrastructureError(f"the sandbox of {task.folder.name} failed: {error}") from error
+            raise InfrastructureError(f"the sandbox of {self._task.folder.name} failed: {error}") from error
 
     def _read_reward(self, result: Result) -> float:
         """Return the reward in the files of the tests. Raises InfrastructureError: tests without one are no 0."""
@@ -146,47 +171,50 @@ class Harbor:
         return reward
 
 
-def read_rows(folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
+def read_rows(folder: Path, **arguments: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield (row, "") for each task below a folder that runs here, or (empty row, reason).
 
     A task runs if the sandbox stands for its image, and if its own solution is worth more than its untouched files.
+    arguments: those of `Harbor`.
     """
     for path in sorted(path.parent for path in folder.glob("**/instruction.md")):
         try:
-            task = read_task(path.resolve())
-            refusal = _find_unsolved(task)
-        except (RefusedTaskError, OSError, InfrastructureError) as error:
-            refusal = str(error)
-        if refusal:
-            yield {}, refusal
-        else:
-            yield {"prompt": task.instruction, "task": str(task.folder)}, ""
+            row, refusal = _try_task(path.resolve(), arguments)
+        except (OSError, InfrastructureError) as error:
+            row, refusal = {}, str(error)
+        yield row, refusal
 
 
-def _find_unsolved(task: HarborTask) -> str:
-    """Return the reason why a task's tests cannot value it here; empty if they can. Raises InfrastructureError."""
-    if not (task.folder / "solution/solve.sh").is_file():
-        return ""
-    rewards = []
+def _try_task(folder: Path, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the row of a task, or an empty one and the reason why the tests cannot value it here.
+
+    Raises InfrastructureError.
+    """
+    instruction = ""
+    rewards: list[float] = []
     for is_solved in (False, True):
-        episode = Harbor()
+        episode = Harbor(**arguments)
         try:
-            episode.reset(str(task.folder))
+            instruction = episode.reset(str(folder)) or ""
+            if not (folder / "solution/solve.sh").is_file():
+                break
             rewards.append(episode._solve() if is_solved else episode.get_reward())
         finally:
             episode.close()
-    untouched, solved = rewards
-    if solved > untouched:
-        return ""
-    return f"{task.folder.name}: its own solution is worth {solved:g}, and its untouched files {untouched:g}"
+    if rewards and rewards[1] <= rewards[0]:
+        values = f"its own solution is worth {rewards[1]:g}, and its untouched files {rewards[0]:g}"
+        return {}, f"{folder.name}: {values}"
+    return {"prompt": instruction, "task": str(folder)}, ""
 
 
 @cache
-def _sandbox() -> Sandbox:
+def _open_sandbox(command: str | None, stop_command: str | None) -> Sandbox:
+    """Return the sandbox bwrap, or that of a command. Raises InfrastructureError."""
     try:
-        return open_sandbox("bwrap")
+        return open_sandbox("bwrap") if command is None else CommandSandbox(command, stop_command, CONTAINER_PLACES)
     except SandboxError as error:
-        raise InfrastructureError(f"harbor needs the sandbox bwrap: {error}") from error
+        needed = "the sandbox bwrap" if command is None else "a command"
+        raise InfrastructureError(f"harbor needs {needed}: {error}") from error
 
 
 def _copy_files(task: HarborTask, root: str, folder: Path) -> None:

@@ -60,6 +60,8 @@ class HarborTask:
     # Seconds that the tests may take, and the memory of a command in MiB; None: the shelf's own.
     tests_s: float
     memory_mib: int | None = None
+    # Image in which a container runs the task; empty on the sandbox.
+    image: str = ""
 
     @property
     def roots(self) -> list[str]:
@@ -78,14 +80,22 @@ class _Dockerfile:
     copies: list[tuple[Path, str]] = field(default_factory=list)
 
 
-def read_task(folder: Path, bases: tuple[str, ...] = ()) -> HarborTask:
-    """Return the task of a folder. bases: further images that this machine stands for. Raises RefusedTaskError."""
-    config = _read_config(folder / "task.toml")
+def read_task(folder: Path, bases: tuple[str, ...] = (), image_prefix: str | None = None) -> HarborTask:
+    """Return the task of a folder. Raises RefusedTaskError.
+
+    bases: further images that this machine stands for. image_prefix: None for the sandbox. Otherwise a container runs
+    the task, in the image that task.toml names, or in one named by this prefix and the folder.
+    """
+    has_image = image_prefix is not None
+    config = _read_config(folder / "task.toml", has_image)
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
             raise RefusedTaskError(f"{folder.name} has no {name}")
-    dockerfile = _read_dockerfile(folder, config, (*BASES, *bases))
-    _check_scripts(folder)
+    if has_image:
+        dockerfile = _read_workdir(folder)
+    else:
+        dockerfile = _read_dockerfile(folder, config, (*BASES, *bases))
+        _check_scripts(folder)
     environment = config.get("environment", {})
     verifier = config.get("verifier", {})
     task = HarborTask(
@@ -97,15 +107,17 @@ def read_task(folder: Path, bases: tuple[str, ...] = ()) -> HarborTask:
         test_variables=_read_variables(folder, "verifier", verifier),
         tests_s=float(verifier.get("timeout_sec", 600.0)),
         memory_mib=environment.get("memory_mb"),
+        image=environment.get("docker_image") or f"{image_prefix}{folder.name}" if has_image else "",
     )
     for root in task.roots:
         path = PurePosixPath(root)
-        if root == "/" or any(path.is_relative_to(system) for system in (*_SYSTEM, *TEST_FOLDERS)):
+        taken_folders = TEST_FOLDERS if has_image else (*_SYSTEM, *TEST_FOLDERS)
+        if root == "/" or any(path.is_relative_to(taken) for taken in taken_folders):
             raise RefusedTaskError(f"{folder.name} works in {root}: WORKDIR and COPY need a folder of the task's own")
     return task
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path, has_image: bool) -> dict[str, Any]:
     name = path.parent.name
     if not path.is_file():
         raise RefusedTaskError(f"{name} has no task.toml")
@@ -127,7 +139,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise RefusedTaskError(f"{name}/task.toml: [environment] os is {environment['os']}, and the sandbox is Linux")
     for section in ("environment", "agent", "verifier"):
         settings = config.get(section, {})
-        if settings.get("network_mode", "no-network") != "no-network" or settings.get("allow_internet"):
+        wants_network = settings.get("network_mode", "no-network") != "no-network" or settings.get("allow_internet")
+        if wants_network and not has_image:
             raise RefusedTaskError(f"{name}/task.toml: [{section}] asks for a network, and the sandbox has none")
     if config.get("verifier", {}).get("environment_mode", "shared") != "shared":
         raise RefusedTaskError(f"{name}/task.toml: [verifier] environment_mode: the tests need an image of their own")
@@ -139,11 +152,7 @@ def _read_dockerfile(folder: Path, config: Mapping[str, Any], bases: tuple[str, 
     context = folder / "environment"
     place = f"{folder.name}/environment/Dockerfile"
     read = _Dockerfile()
-    for compose in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml"):
-        if (context / compose).exists():
-            raise RefusedTaskError(f"{folder.name}/environment/{compose}: a task of several containers")
-    if (folder / "tests/Dockerfile").exists():
-        raise RefusedTaskError(f"{folder.name}/tests/Dockerfile: the tests need an image of their own")
+    _refuse_further_images(folder)
     image = config.get("environment", {}).get("docker_image")
     if image is not None:
         # A built image has further files than its Dockerfile's base.
@@ -165,6 +174,27 @@ def _read_dockerfile(folder: Path, config: Mapping[str, Any], bases: tuple[str, 
                 reason = "the sandbox stands for one FROM, COPY and WORKDIR alone"
                 raise RefusedTaskError(f"{place}:{number}: {line[:80]}: {reason}")
     return read
+
+
+def _read_workdir(folder: Path) -> _Dockerfile:
+    """Return the working folder of a task's image, whose files a container has. Raises RefusedTaskError."""
+    _refuse_further_images(folder)
+    path = folder / "environment/Dockerfile"
+    read = _Dockerfile()
+    for _, line in _logical_lines(path.read_text() if path.is_file() else ""):
+        instruction, _, rest = line.partition(" ")
+        if instruction.upper() == "WORKDIR":
+            read.workdir = str(PurePosixPath(read.workdir) / rest.strip())
+    return read
+
+
+def _refuse_further_images(folder: Path) -> None:
+    """Raise RefusedTaskError if a task has several containers, or its tests an image of their own."""
+    for compose in ("docker-compose.yaml", "docker-compose.yml", "compose.yaml"):
+        if (folder / "environment" / compose).exists():
+            raise RefusedTaskError(f"{folder.name}/environment/{compose}: a task of several containers")
+    if (folder / "tests/Dockerfile").exists():
+        raise RefusedTaskError(f"{folder.name}/tests/Dockerfile: the tests need an image of their own")
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:

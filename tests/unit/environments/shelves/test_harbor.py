@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,45 @@ def test_one_of_several_rewards_is_the_tasks(task: Path, bwrap: None) -> None:
 def test_a_task_whose_own_solution_fails_here_is_refused(task: Path) -> None:
     (task / "solution/solve.sh").write_text("exit 1")
     assert list(read_rows(task)) == [({}, "sort: its own solution is worth 0, and its untouched files 0")]
+
+
+@pytest.fixture
+def command(tmp_path: Path, bwrap: None) -> str:
+    """Return the command of containers. Their image has a file that the Dockerfile cannot show."""
+    (tmp_path / "images/harbor-sort/app").mkdir(parents=True)
+    (tmp_path / "images/harbor-sort/app/numbers.txt").write_text("3\n1\n")
+    client = Path(__file__).with_name("container.py")
+    return f"{sys.executable} {client} {tmp_path}/images --volume={{mount}} {{image}}"
+
+
+def test_a_task_with_any_dockerfile_runs_by_a_command(task: Path, command: str) -> None:
+    (task / "environment/Dockerfile").write_text("FROM alpine:3\nRUN seq 3 > /app/numbers.txt\nWORKDIR /app\n")
+    (task / "tests/expected.txt").write_text("1\n3\n")
+    assert list(read_rows(task)) == [
+        ({}, "sort/environment/Dockerfile:1: alpine:3: this machine stands for ubuntu, debian, python")
+    ]
+    ((row, refusal),) = read_rows(task, command=command)
+    assert (row["task"], refusal) == (str(task), "")
+    episode = Harbor(command=command)
+    episode.reset(str(task))
+    assert episode.bash("pwd; sort -n numbers.txt > sorted.txt; touch /gone") == "/app\n"
+    assert episode.bash("ls; ls /gone 2> /dev/null") == "numbers.txt\nsorted.txt\n\n[exit code 2]"
+    assert episode.get_reward() == 1.0
+    episode.close()
+
+
+def test_an_image_that_is_not_there_fails_the_episode(task: Path, command: str) -> None:
+    episode = Harbor(command=command, image_prefix="other-")
+    with pytest.raises(InfrastructureError, match="/app of the image other-sort cannot be copied"):
+        episode.reset(str(task))
+    episode.close()
+    for wrong, reason in (
+        ("docker run {image}", "no {mount}"),
+        ("docker {mount}", "no {image}"),
+        ("x {y}", "{y} is none"),
+    ):
+        with pytest.raises(InfrastructureError, match=reason):
+            Harbor(command=wrong).reset(str(task))
 
 
 @pytest.mark.parametrize(
