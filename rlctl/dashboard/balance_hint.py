@@ -7,8 +7,8 @@ from rlctl.telemetry.throughput import split
 RECENT = 20
 # Least share of a step that a new division must save to be worth a restart.
 WORTH = 0.08
-# If the trainer waits longer than this share of a step for the oldest group, the bound on age is the cause, not the
-# division of devices.
+# If the trainer waits longer than this share of a step for the oldest group, or for the teacher's engines, that is the
+# cause, not the division of devices.
 WAITING = 0.15
 
 
@@ -17,7 +17,11 @@ def hint(state: RunState) -> str:
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""
-    straggler_share = dict(split(state.steps.recent(RECENT))).get("idle_oldest", 0.0)
+    shares = dict(split(state.steps.recent(RECENT)))
+    teacher_share = shares.get("idle_teacher", 0.0)
+    if teacher_share > WAITING:
+        return f"trainer waits {teacher_share:.0%} for the teacher: raise teacher.num_engines"
+    straggler_share = shares.get("idle_oldest", 0.0)
     if straggler_share > WAITING:
         return f"trainer waits {straggler_share:.0%} for stragglers: raise async.max_trajectory_age_steps"
     devices = state.start.get("devices") or {}

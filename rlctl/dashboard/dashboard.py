@@ -4,7 +4,7 @@ from rlctl.dashboard.panels.asynchronous import age_bound, ages, timeline
 from rlctl.dashboard.panels.canvas import Frame, Row, place_side_by_side
 from rlctl.dashboard.panels.learning import curve, learning, legend, metrics_of
 from rlctl.dashboard.panels.rollout import rollout
-from rlctl.dashboard.panels.speed import idle, idle_and_memory, memory, phase_times, throughput, timing
+from rlctl.dashboard.panels.speed import idle, idle_and_memory, memory, phase_times, scoring_kinds, throughput, timing
 from rlctl.dashboard.panels.status import HEIGHT, header, log, startup
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.resource_monitor import UTILIZATION
@@ -57,7 +57,7 @@ def _wide(state: RunState, width: int, room: int) -> list[Row]:
 
     An asynchronous run has its timeline and the ages of its groups in the middle. room: number of rows.
     """
-    lower_height = _speed_height(state)
+    lower_height = _speed_height(state) + min(1, len(scoring_kinds(state)))
     oldest = age_bound(state)
     middle_height = 0
     if oldest is not None:

@@ -11,6 +11,7 @@ from rlctl.dashboard.balance_hint import hint
 from rlctl.dashboard.console import make_table, names, texts
 from rlctl.dashboard.event_text import ENDS, one_line
 from rlctl.dashboard.formats import duration, error_factor, gib, number, percent, span
+from rlctl.dashboard.panels.speed import process_kinds, scoring_kinds
 from rlctl.dashboard.state import RunState, best_checkpoint
 from rlctl.grpo import metric_rows
 from rlctl.grpo.critic_rows import EXPLAINED_VARIANCE
@@ -19,6 +20,7 @@ from rlctl.run.health import ANSWERS, SKIPPED_UPDATES, UNSCORED_ANSWERS
 from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.throughput import MFU, split
+from rlctl.training.metric_rows import TEACHER_IN_UPDATE
 
 # Least mean share of groups with equal rewards that the summary mentions.
 _MOSTLY = 0.9
@@ -122,9 +124,9 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
                 listed.append("...")
             warnings.append(f"{check.replace('_', ' ')}{times} (step {', '.join(listed)})")
         yield "warnings", " · ".join(warnings)
-    used_gib = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
-    if peaks := [f"{side} {gib(max(values))}" for side, values in used_gib.items() if values]:
-        yield "peak memory", " · ".join(peaks)
+    used_gib = {kind: state.values(f"memory/{kind}_gib") for kind in process_kinds(state)}
+    if used_gib:
+        yield "peak memory", " · ".join(f"{kind} {gib(max(values))}" for kind, values in used_gib.items())
 
 
 def _failed_validation(state: RunState) -> str:
@@ -163,7 +165,9 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
         shares = split([{name: sum(state.values(name)) for name in state.steps.names}])
         phases = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
         yield "step time", f"{duration(step)}: {phases}"
-    if idle := _means(state, percent, "idle", ("trainer", "generator")):
+    if teacher := _teacher_seconds(state):
+        yield "teacher", teacher
+    if idle := _means(state, percent, "idle", ("trainer", "generator", *scoring_kinds(state))):
         yield "idle", idle
     if (age := state.mean(metric_rows.AGE.name)) is not None:
         oldest = max(state.values(metric_rows.GREATEST_AGE.name))
@@ -171,6 +175,19 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
         yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
     if advice := hint(state):
         yield "advice", advice
+
+
+def _teacher_seconds(state: RunState) -> str:
+    """Return a text on the seconds of a mean step that a teacher took; empty if none did."""
+    step = state.mean(STEP_SECONDS.name)
+    places = {"time/teacher": "its passes", "time/idle_teacher": "its engines", TEACHER_IN_UPDATE.name: "in training"}
+    parts = []
+    for name, place in places.items():
+        # Steps without the phase lack the metric.
+        seconds = sum(state.values(name)) / max(1, len(state.steps))
+        if seconds and step:
+            parts.append(f"{place} {duration(seconds)}, {percent(seconds / step)} of a step")
+    return " · ".join(parts)
 
 
 def _means(state: RunState, show: Callable[[float], str], group: str, names: tuple[str, ...]) -> str:

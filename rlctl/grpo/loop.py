@@ -24,7 +24,14 @@ from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation, find_unreached_accuracy
-from rlctl.preflight.declared_columns import CRITIC, PROXIMAL_LOG_PROB, ROLLOUT_LOG_PROB, Role, roles_by_column
+from rlctl.preflight.declared_columns import (
+    CRITIC,
+    PROXIMAL_LOG_PROB,
+    ROLLOUT_LOG_PROB,
+    Role,
+    phase_of,
+    roles_by_column,
+)
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.buffer import RolloutBuffer, ScoreGroups
 from rlctl.rollout.types import RolloutGroup
@@ -146,8 +153,7 @@ class GrpoLoop(Loop):
         batch = step.batch(groups)
         # The columns of the whole step are computed before its first update changes the weights.
         if self._columns and batch.sequences:
-            with step.phase("log_probs"):
-                batch = self._with_columns(batch, groups, step)
+            batch = self._with_columns(batch, groups, step)
         step.collect(groups, batch)
         if self._parts.critic and batch.sequences:
             with step.phase("critic"):
@@ -179,23 +185,27 @@ class GrpoLoop(Loop):
         for name, role in self._columns.items():
             if batch.sequences:
                 models = models_of_sequences(self._config, batch, groups, role)
-                values = score_by_models(batch.sequences, models, self._log_probs)
-                batch = add_column(batch, name, values, self._config.grpo, self._advantage)
+                values = score_by_models(batch.sequences, models, partial(self._log_probs, step, phase_of(role)))
+                with step.phase("advantage"):
+                    batch = add_column(batch, name, values, self._config.grpo, self._advantage)
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
                 masks = [sequence.mask for sequence in batch.sequences]
                 gap = mismatch(batch.column(ROLLOUT_LOG_PROB.name), batch.column(name), masks)
                 step.measured |= {STEP_MISMATCH.name: gap.token_mult_prob_error, MISMATCH_KL.name: gap.kl}
         return batch
 
-    def _log_probs(self, samples: Sequence[TrainingSample], model: Role) -> list[LogProbs]:
+    def _log_probs(self, step: GrpoStep, phase: str, samples: Sequence[TrainingSample], model: Role) -> list[LogProbs]:
         """Return the log-probs of each sample under a model, by the trainer's ranks or by the model's engines.
 
-        The critic gives its values.
+        The critic gives its values. phase: name of the passes. While engines score, the trainer is idle.
         """
-        if model == CRITIC and self._parts.critic:
-            return self._parts.critic.values(samples)
-        scores = self._parts.frozen.get(model)
-        return score_on_engines(scores, samples) if scores else self._parts.trainer.log_probs(samples, model)
+        if scores := self._parts.frozen.get(model):
+            with step.phase(f"idle_{phase}"):
+                return score_on_engines(scores, samples)
+        with step.phase(phase):
+            if model == CRITIC and self._parts.critic:
+                return self._parts.critic.values(samples)
+            return self._parts.trainer.log_probs(samples, model)
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
         """Return the exception for an update that is not finite. It allows no checkpoint if an earlier update of the

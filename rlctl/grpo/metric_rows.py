@@ -6,6 +6,9 @@ Metrics of losses are in `losses/sections.py`.
 from typing import TYPE_CHECKING
 
 from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
+from rlctl.preflight.declared_columns import phase_of
+from rlctl.preflight.roles import TEACHER, scoring_roles
+from rlctl.telemetry.clock import PHASES
 from rlctl.telemetry.metrics import (
     AGES,
     GROUPS,
@@ -23,9 +26,28 @@ from rlctl.telemetry.metrics import (
     grpo_where,
     rows_where,
 )
+from rlctl.telemetry.resource_monitor import MEMORY
+from rlctl.telemetry.throughput import IDLE
 
 if TYPE_CHECKING:
     from rlctl.preflight.settled import Settled
+
+
+def _list_scored(settled: "Settled") -> list[str]:
+    """Return the names of the roles that engines of their own score."""
+    return [role.name for role in scoring_roles(settled.config)]
+
+
+def _with_passes(phase: str) -> Condition:
+    """Return the condition that the trainer's ranks compute columns in this phase."""
+
+    def holds(settled: "Settled") -> bool:
+        models = {role for role in settled.frozen_roles if phase_of(role) == phase}
+        if models and models <= {*_list_scored(settled)}:
+            return False
+        return phase in map(phase_of, settled.computed_columns.values())
+
+    return grpo_where(holds, f"with a column that the trainer's ranks compute in the phase {phase}")
 
 
 def _rewards(settled: "Settled") -> list[str]:
@@ -66,6 +88,11 @@ _UNTRAINED = ReportChart(GROUPS, "Tokens not trained", 40)
 _LEFT_OUT = ReportChart(GROUPS, "Rollouts left out", 60)
 _AGE = ReportChart(AGES, "Age, steps", 30)
 _ENGINE_RATES = ReportChart(SPEED, "An engine while it samples, tokens/s", 30)
+
+_TEACHER_ON_ENGINES = grpo_where(
+    lambda settled: TEACHER in map(phase_of, _list_scored(settled)), "with teacher.place=engines"
+)
+_ON_ENGINES = grpo_where(lambda settled: bool(_list_scored(settled)), "with a teacher or reward model on engines")
 
 # The formatter is off, so that each metric takes few lines.
 # fmt: off
@@ -131,6 +158,25 @@ SURPLUS_TOKENS = Metric("tokens/surplus", "generated tokens of groups that were 
 WASTED_TOKENS = Metric("tokens/wasted",
     "share of all generated tokens in groups that teach nothing or were put off", "share",
     chart=ReportChart(GROUPS, "Wasted tokens", 50), panel=[PanelRow("wasted", 230)])
+_ROLE_ROWS = (
+    Metric("time/log_probs", "seconds of the passes of the policy and of the reference", "seconds", chart=PHASES,
+        when=_with_passes("log_probs")),
+    Metric("time/teacher", "seconds of the teacher's passes in the trainer's ranks, before the update", "seconds",
+        chart=PHASES, when=_with_passes("teacher")),
+    Metric("time/critic", "seconds of the critic's passes and of its updates", "seconds", chart=PHASES,
+        when=_with_passes("critic")),
+    Metric("time/roles", "seconds of the passes of further models in the trainer's ranks", "seconds", chart=PHASES,
+        when=_with_passes("roles")),
+    Metric("time/idle_teacher", "seconds in which the trainer waited for scores of the teacher's engines", "seconds",
+        chart=PHASES, when=_TEACHER_ON_ENGINES),
+    *rows_where(
+        _ON_ENGINES,
+        Metric("idle/NAME", "share of the step in which the engines of a frozen model scored nothing", "share",
+            chart=IDLE.with_place(42), parts=_list_scored),
+        Metric("memory/NAME_gib", "memory of an engine that scores with a frozen model, GiB", chart=MEMORY,
+            parts=_list_scored),
+    ),
+)
 _LEARNING_ROWS = (
     REWARD,
     Metric("reward/std", "standard deviation of the rewards of the step's rollouts that were scored",
@@ -210,6 +256,7 @@ _ENGINE_ROWS = (
 METRICS = (
     *rows_where(IN_GRPO, *_LEARNING_ROWS),
     *rows_where(IN_GRPO, *_GROUP_ROWS),
+    *_ROLE_ROWS,
     *rows_where(WITH_SAMPLES, *_HELD_OUT_ROWS),
     *rows_where(IN_ASYNC, *_ASYNC_ROWS),
     *rows_where(_WITH_ENGINES, *_ENGINE_ROWS),

@@ -15,6 +15,7 @@ from rlctl.generation.engine import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.grpo.losses.sections import AGE_SHARE, CLIPPED_HIGH, CLIPPED_LOW, IMPORTANCE, MISMATCH_BY_AGE
 from rlctl.grpo.metric_rows import FIRST_CLIPPED, MEDIAN_ENGINE_RATE, SLOWEST_ENGINE_RATE
+from rlctl.preflight.declared_columns import COLUMN_PHASES
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
@@ -23,7 +24,7 @@ from rlctl.telemetry import throughput
 from rlctl.telemetry.metrics import installed_rows
 
 GENERATOR_PHASES = ("generation", "refit")
-TRAINER_PHASES = ("train", "critic", "log_probs", "refit")
+TRAINER_PHASES = ("train", "refit", *COLUMN_PHASES)
 
 
 def _all_rollouts(groups: Iterable[RolloutGroup]) -> list[Rollout]:
@@ -318,6 +319,17 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
         "generator/decode_step": busy / max(1, steps),
         "tokens/sampled": float(tokens),
     }
+
+
+def scoring_metrics(role: str, interval: EngineInterval) -> dict[str, float]:
+    """Return the share of the interval in which the engines of a frozen model scored nothing; empty if none reported.
+
+    role: name of the model.
+    """
+    elapsed = interval.increase("at")
+    if not elapsed:
+        return {}
+    return {f"idle/{role}": min(1.0, max(0.0, 1 - interval.increase("busy") / elapsed))}
 
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ from rlctl.grpo.metrics import (
     refit_metrics,
     rollout_metrics,
     sampling_metrics,
+    scoring_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
@@ -48,6 +49,7 @@ class GrpoStep:
         self.training = partial(self.phase, "train")
         # Read at the begin of the step, so that the tokens of a validation before it do not count.
         self._stats = parts.dispatcher.stats()
+        self._scoring_stats = {role: scores.stats() for role, scores in parts.frozen.items()}
         self._groups: list[list[RolloutGroup]] = []
         self._batches: list[TrainingBatch] = []
         self.updates: list[Update] = []
@@ -139,5 +141,8 @@ class GrpoStep:
         engines = EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator)
         speed |= generator_metrics(engines) if self._async else turn_metrics(metrics, times, devices.generator)
         speed |= prefix_metrics(engines) | engine_metrics(engines)
+        for role, scores in self._parts.frozen.items():
+            stats = scores.stats()
+            speed |= scoring_metrics(role, EngineInterval(self._scoring_stats[role], stats, len(stats)))
         length = length_of_a_token([len(sequence) for sequence in batch.sequences])
         return speed | devices.flops.metrics(speed[TRAINING.name], length, devices.name)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlctl.data.chat import Chat
@@ -186,6 +187,7 @@ class GrpoParts:
             "trainer": lambda: trainer.group.call(TrainerWorker.memory),
             "engine": lambda: self.sampling.pool.call(Engine.memory),
         }
+        memories |= {role: partial(pool.call, Engine.memory) for role, pool in self.sampling.scoring.items()}
         return ResourceMonitor(device, memories)
 
     def _failure_cause(self) -> str:

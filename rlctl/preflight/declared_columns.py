@@ -64,6 +64,16 @@ class Column:
     role: Role | None = None
 
 
+# Section of a role -> phase in which a step computes its columns. Any other section gives its name to the phase.
+_PHASES_OF_SECTIONS = {"policy": "log_probs", "reference": "log_probs", "teachers": "teacher"}
+
+
+def phase_of(role: Role) -> str:
+    """Return the phase of a step in which columns of `role` are computed."""
+    section = role.partition(".")[0]
+    return _PHASES_OF_SECTIONS.get(section, section)
+
+
 ADVANTAGE = Column("advantage")
 ROLLOUT_LOG_PROB = Column("rollout_log_prob")
 AGE = Column("age")
@@ -90,6 +100,8 @@ COLUMNS = {column.name: column for column in _ALL_COLUMNS}
 # End of the name of the column of `roles.NAME`, which is NAME_log_prob.
 _LOG_PROB = "_log_prob"
 FURTHER_ROLES = "roles"
+# Phases of a step in which the trainer's ranks compute columns.
+COLUMN_PHASES = (*dict.fromkeys(phase_of(column.role) for column in _ALL_COLUMNS if column.role), FURTHER_ROLES)
 
 
 def column_of(name: str) -> Column:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import RunSection
+from rlctl.generation.engine import EngineStats
 from rlctl.generation.requests import (
     TOP_IDS,
     TOP_LOG_PROBS,
@@ -121,6 +122,10 @@ class FrozenScores:
             explain = _explanation(self._name, missing, self._dispatcher.describe)
             self._wait_deadline.check(self._dispatcher.last_step(), explain)
         return self._events.ask(lambda: self._take(sequences))
+
+    def stats(self) -> list[EngineStats]:
+        """Return the totals of each engine, see `RolloutDispatcher.stats`."""
+        return self._dispatcher.stats()
 
     def close(self) -> None:
         """Stop scoring for good."""

@@ -13,30 +13,30 @@ from contextlib import contextmanager
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.metrics import IN_ASYNC, STEP_TIME, Metric, ReportChart, rows_where
 
-_PHASES = ReportChart(STEP_TIME, "Phases of a step", 20, stacked=True)
+PHASES = ReportChart(STEP_TIME, "Phases of a step", 20, stacked=True)
 # ruff must not split the rows of this table over more lines.
 # fmt: off
 STEP_SECONDS = Metric("time/step", "wall time of the step, seconds", "seconds", chart=None)
-TRAIN_SECONDS = Metric("time/train", "seconds", "seconds", chart=_PHASES)
-GENERATION_SECONDS = Metric("time/generation", "seconds", "seconds", chart=_PHASES)
-OTHER_SECONDS = Metric("time/other", "the driver's own time, seconds", "seconds", chart=_PHASES)
+TRAIN_SECONDS = Metric("time/train", "seconds", "seconds", chart=PHASES)
+GENERATION_SECONDS = Metric("time/generation", "seconds", "seconds", chart=PHASES)
+OTHER_SECONDS = Metric("time/other", "the driver's own time, seconds", "seconds", chart=PHASES)
 VALIDATION_SECONDS = Metric("time/validation", "seconds", "seconds", chart=ReportChart(STEP_TIME, "Validation", 10))
 CHECKPOINT_SECONDS = Metric("time/checkpoint",
-    "seconds from the begin of a checkpoint until it is whole, in a record of its own", "seconds", chart=_PHASES)
+    "seconds from the begin of a checkpoint until it is whole, in a record of its own", "seconds", chart=PHASES)
 METRICS = (
     STEP_SECONDS, TRAIN_SECONDS, GENERATION_SECONDS, OTHER_SECONDS, VALIDATION_SECONDS, CHECKPOINT_SECONDS,
     Metric("time/checkpoint_stopped", "seconds of it without training (checkpoint.beside_training)", "seconds",
-        chart=_PHASES),
+        chart=PHASES),
     *rows_where(
         IN_ASYNC,
         Metric("time/idle_rollouts", "seconds in which the trainer waited for rollouts to be sampled", "seconds",
-            chart=_PHASES),
-        Metric("time/idle_scores", "seconds in which the trainer waited for rewards", "seconds", chart=_PHASES),
+            chart=PHASES),
+        Metric("time/idle_scores", "seconds in which the trainer waited for rewards", "seconds", chart=PHASES),
         Metric("time/idle_oldest",
             "seconds in which the trainer waited for the oldest group, which the bound on age puts first", "seconds",
-            chart=_PHASES),
+            chart=PHASES),
     ),
-    Metric("time/NAME", "seconds", "seconds", chart=_PHASES),
+    Metric("time/NAME", "seconds", "seconds", chart=PHASES),
 )
 # fmt: on
 # Phases whose seconds throughput leaves out of a step's wall time.

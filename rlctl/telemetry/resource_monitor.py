@@ -7,16 +7,16 @@ from collections.abc import Callable
 from rlctl.telemetry.metrics import IN_GRPO, SPEED, Metric, ReportChart, rows_where
 from rlctl.utils.devices import utilization_meter
 
-_MEMORY = ReportChart(SPEED, "Memory, GiB", 80)
+MEMORY = ReportChart(SPEED, "Memory, GiB", 80)
 # ruff must not split the rows of this table over more lines.
 # fmt: off
 UTILIZATION = Metric("device/utilization", "share of the devices in use", "share",
     chart=ReportChart(SPEED, "Devices in use", 50))
 METRICS = rows_where(
     IN_GRPO,
-    Metric("memory/trainer_gib", "peak memory of a trainer rank, GiB", chart=_MEMORY),
-    Metric("memory/engine_gib", "memory of an engine, GiB", chart=_MEMORY),
-    Metric("memory/driver_gib", "memory of the driver, GiB", chart=_MEMORY),
+    Metric("memory/trainer_gib", "peak memory of a trainer rank, GiB", chart=MEMORY),
+    Metric("memory/engine_gib", "memory of an engine, GiB", chart=MEMORY),
+    Metric("memory/driver_gib", "memory of the driver, GiB", chart=MEMORY),
     UTILIZATION,
 )
 # fmt: on

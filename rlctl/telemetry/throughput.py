@@ -15,7 +15,7 @@ from rlctl.telemetry.metrics import GROUPS, IN_ASYNC, IN_GRPO, SPEED, Metric, Pa
 
 _RATES = ReportChart(SPEED, "Throughput, tokens/s/device", 10)
 _GENERATION = ReportChart(SPEED, "Generation, tokens/s/device", 20)
-_IDLE = ReportChart(SPEED, "Idle", 40)
+IDLE = ReportChart(SPEED, "Idle", 40)
 _USE = ReportChart(SPEED, "Devices in use", 51)
 _TOKENS = ReportChart(GROUPS, "Tokens of a step", 12)
 # ruff must not split the rows of this table over more lines.
@@ -29,10 +29,10 @@ MFU = Metric("throughput/mfu",
     "model FLOPs utilisation while training, share; of a frozen weight 4 FLOPs a token count", "share", chart=_USE)
 MFU_6N = Metric("throughput/mfu_6n",
     "the same with 6 FLOPs for each weight, as if none were frozen; only with adapters", "share")
-TRAINER_IDLE = Metric("idle/trainer", "share of the step in which the trainer did nothing", "share", chart=_IDLE)
-GENERATOR_IDLE = Metric("idle/generator", "share of the step in which the generator did nothing", "share", chart=_IDLE)
+TRAINER_IDLE = Metric("idle/trainer", "share of the step in which the trainer did nothing", "share", chart=IDLE)
+GENERATOR_IDLE = Metric("idle/generator", "share of the step in which the generator did nothing", "share", chart=IDLE)
 GENERATOR_IN_REFIT = Metric("idle/generator_refit",
-    "share of the step in which a refit kept the generator from sampling", "share", chart=_IDLE, when=IN_ASYNC)
+    "share of the step in which a refit kept the generator from sampling", "share", chart=IDLE, when=IN_ASYNC)
 METRICS = (
     TRAINED_TOKENS, EFFECTIVE, TRAINING, MFU, MFU_6N, TRAINER_IDLE,
     *rows_where(IN_GRPO, GENERATION, GENERATOR_IDLE),

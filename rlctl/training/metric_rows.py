@@ -1,11 +1,14 @@
 """Metrics of an update, as trainer ranks and their group measure them."""
 
-from rlctl.telemetry.metrics import LEARNING, WEIGHT_UPDATES, Condition, Metric, PanelRow, ReportChart
+from rlctl.telemetry.metrics import LEARNING, STEP_TIME, WEIGHT_UPDATES, Condition, Metric, PanelRow, ReportChart
 
 _OFFLOADED = ReportChart(WEIGHT_UPDATES, "Offloaded, GB", 50)
 TEACHER_CHART = ReportChart(LEARNING, "KL to the teacher", 65)
 _WITH_TEACHER = Condition(
     lambda settled: settled.config.distillation is not None, "with grpo.loss.distillation or sft.loss.distillation"
+)
+_WITH_DIVERGENCE = Condition(
+    lambda settled: settled.trainer.teacher is not None, "with a distillation over the vocabulary or the top k"
 )
 # A table: each row fills its lines.
 # fmt: off
@@ -16,8 +19,12 @@ LEARNING_RATE = Metric("train/lr", "learning rate", chart=ReportChart(LEARNING, 
 # The loss's distillation term, in a run of either kind.
 KL_TO_TEACHER = Metric("loss/teacher", "KL to the teacher, nats a token", chart=TEACHER_CHART,
     panel=[PanelRow("teacher KL", 85)], when=_WITH_TEACHER)
+TEACHER_IN_UPDATE = Metric("train/teacher",
+    "seconds of time/train in which the teacher computed its side of the divergence, with the copies of its weights, "
+    "on the slowest rank", "seconds", chart=ReportChart(STEP_TIME, "Teacher within training", 30),
+    panel=[PanelRow("teach time", 265)], over_updates="sum", when=_WITH_DIVERGENCE)
 METRICS = (
-    GRAD_NORM, LEARNING_RATE, KL_TO_TEACHER,
+    GRAD_NORM, LEARNING_RATE, KL_TO_TEACHER, TEACHER_IN_UPDATE,
     Metric("train/padding", "share of the computed tokens that fill rows up, for a model that is not packed", "share"),
     Metric("train/parts", "parts that the step was trained in, as its groups came"),
     Metric("offload/to_host_gb",

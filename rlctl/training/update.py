@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from rlctl.config.trainer_schema import OptimizerSection
 from rlctl.training.interface import LossOutput
+from rlctl.utils.device_stream import Span, total_seconds
 
 
 def learning_rate(update: int, section: OptimizerSection, total_updates: int) -> float:
@@ -58,10 +60,16 @@ class MetricAccumulator:
 
     def __init__(self) -> None:
         self._outputs: list[LossOutput] = []
+        # Metric's name -> spans of device work that ended before the last output was added.
+        self._spans: defaultdict[str, list[Span]] = defaultdict(list)
 
     def add(self, output: LossOutput) -> None:
         """Add the output of one micro-batch, after its backward pass."""
         self._outputs.append(LossOutput(output.loss.detach(), output.means, output.maxima))
+
+    def add_span(self, name: str, span: Span) -> None:
+        """Add a span of device work to the metric `name`: the seconds of all its spans, on the slowest rank."""
+        self._spans[name].append(span)
 
     def loss(self, device: torch.device) -> Tensor:
         """Return the sum of this rank's losses, float64 [] on `device`; 0 if no output was added."""
@@ -84,6 +92,8 @@ class MetricAccumulator:
         for output in self._outputs:
             means = {name: (next(numbers), next(numbers)) for name in output.means}
             parts.append((means, {name: next(numbers) for name in output.maxima}))
+        # The numbers above were read from the device, which has therefore reached the end of each span.
+        parts.append(({}, {name: total_seconds(spans) for name, spans in self._spans.items()}))
         rank_sums = _merge_sums(parts)
         sums_of_ranks = [rank_sums] * dist.get_world_size()
         if len(sums_of_ranks) > 1:

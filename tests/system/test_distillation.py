@@ -40,6 +40,7 @@ def test_a_run_without_rewards_trains_as_one_whose_rewards_weigh_nothing(tmp_pat
     for step in run.steps():
         assert step["loss/teacher"] > 0.1 and step["loss/policy"] == 0 and step["train/grad_norm"] > 0
         assert step["reward/failed"] == 0 and "reward/accuracy" not in step
+        assert step["time/teacher"] > 0 and "time/log_probs" not in step and "train/teacher" not in step
     assert not run.events("health")
     assert run.undeclared_metrics() == set()
 

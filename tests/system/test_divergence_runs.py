@@ -19,6 +19,9 @@ def test_a_swapped_and_a_resident_teacher_train_the_same_weights(tmp_path: Path)
         run = Run(tmp_path, place, *REWARDLESS, *SHORT, VOCABULARY, f"teacher.place={place}")
         assert run.end() == 0, run.text()
         assert all(step["loss/teacher"] > 0.1 and step["train/grad_norm"] > 0 for step in run.steps())
+        # The teacher computes inside of the update.
+        assert all(0 < step["train/teacher"] < step["time/train"] for step in run.steps())
+        assert not any("time/teacher" in step for step in run.steps())
         assert run.undeclared_metrics() == set()
         weights[place] = weights_of(run, 2)
     assert weights["resident"] == weights["swapped"]

@@ -26,6 +26,12 @@ def compare_places(folder: Path, settings: tuple[str, ...]) -> None:
         assert step["loss/teacher"] == pytest.approx(expected["loss/teacher"], rel=1e-4)
         assert step["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
         assert step["rollouts/non_finite"] == 0
+        assert step["time/idle_teacher"] > 0
+        assert expected["time/teacher"] > 0 and "time/teacher" not in step
+    assert on_engines.steps()[0]["memory/teacher_gib"] > 0.1
+    # In the first step the engine has not reported before.
+    assert 0 <= on_engines.steps()[-1]["idle/teacher"] < 1
+    assert on_engines.undeclared_metrics() == in_ranks.undeclared_metrics() == set()
     assert "teacher-0" in on_engines.events("processes")[0] and "teacher-0" not in in_ranks.events("processes")[0]
 
 

@@ -13,6 +13,7 @@ from rlctl.dashboard.panels.draw import SPARKS, bar
 from rlctl.dashboard.state import RunState
 from rlctl.grpo.losses.sections import MISMATCH_BY_AGE
 from rlctl.grpo.metric_rows import MIXED_VERSIONS
+from rlctl.preflight.declared_columns import COLUMN_PHASES
 from rlctl.refit.protocol import REFIT_SECONDS, REFIT_STALL
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.jsonl import Record
@@ -120,7 +121,7 @@ def _spans(record: Record) -> list[tuple[float, str]]:
             if name.startswith("idle_"):
                 name = "idle"
             elif name not in SIGNS:
-                name = "other"
+                name = "log_probs" if name in COLUMN_PHASES else "other"
             seconds_of[name] += float(seconds)
     return [(seconds, name) for name, seconds in seconds_of.items() if seconds > 0]
 

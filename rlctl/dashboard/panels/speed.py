@@ -5,6 +5,7 @@ from rlctl.dashboard.panels.canvas import Row, box, row
 from rlctl.dashboard.panels.draw import bar, spark
 from rlctl.dashboard.state import RunState
 from rlctl.grpo.metric_rows import IDLEST_ENGINE, MEDIAN_ENGINE_RATE, SLOWEST_ENGINE, SLOWEST_ENGINE_RATE
+from rlctl.preflight.declared_columns import COLUMN_PHASES
 from rlctl.telemetry.clock import STEP_SECONDS
 from rlctl.telemetry.resource_monitor import UTILIZATION
 from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
@@ -12,23 +13,12 @@ from rlctl.telemetry.throughput import GENERATOR_IDLE, MFU, TRAINER_IDLE
 # Number of last steps for means.
 RECENT = 20
 # Phases in the order of a step.
-ORDER = (
-    "data",
-    "generation",
-    "reward",
-    "refit",
-    "log_probs",
-    "advantage",
-    "critic",
-    "train",
-    "validation",
-    "checkpoint",
-)
+ORDER = ("data", "generation", "reward", "refit", *COLUMN_PHASES, "advantage", "train", "validation", "checkpoint")
 STYLE = {
     "generation": "blue",
     "train": "green",
     "refit": "magenta",
-    "log_probs": "cyan",
+    **dict.fromkeys(COLUMN_PHASES, "cyan"),
     "critic": "bright_green",
     "reward": "yellow",
     "validation": "bright_blue",
@@ -36,6 +26,8 @@ STYLE = {
 }
 # Phase -> (seconds in the last step, mean seconds of the recent steps).
 Times = dict[str, tuple[float, float]]
+# Kind of a process, as in memory/NAME_gib -> its label. Any other kind is a frozen model that engines score with.
+_PROCESSES = {"trainer": "trainer rank", "engine": "engine", "driver": "driver"}
 
 
 def timing(state: RunState, width: int, height: int) -> list[Row]:
@@ -129,8 +121,10 @@ def _course(state: RunState, label: str, name: str, latest: str, width: int) -> 
 
 
 def idle(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw the idle share of each side as a bar, and that of the most idle engine if there are several."""
+    """Draw the idle share of each side and frozen model, and that of the most idle engine if there are several."""
     rows = _idle_rows(state, width - 4)
+    for model in scoring_kinds(state):
+        rows.append(_share_row(model[:9], "blue", state.latest(f"idle/{model}"), width - 4))
     greatest_share = state.latest(IDLEST_ENGINE.name)
     if greatest_share is not None:
         rows.append(_share_row("idlest", "blue", greatest_share, width - 4))
@@ -140,9 +134,10 @@ def idle(state: RunState, width: int, height: int) -> list[Row]:
 def memory(state: RunState, width: int, height: int) -> list[Row]:
     """Draw the memory of each kind of process, and the utilization of the devices."""
     rows = []
-    for side, label in (("trainer", "trainer rank"), ("engine", "engine"), ("driver", "driver")):
-        if (used_gib := state.latest(f"memory/{side}_gib")) is not None:
-            rows.append(row((f"{label:<13}", "bright_black"), (f"{gib(used_gib):>9}", "bold")))
+    for kind in process_kinds(state):
+        label = _PROCESSES.get(kind, kind)[:12]
+        used_gib = state.latest(f"memory/{kind}_gib") or 0.0
+        rows.append(row((f"{label:<13}", "bright_black"), (f"{gib(used_gib):>9}", "bold")))
     if (used := state.latest(UTILIZATION.name)) is not None:
         meter = (bar(used, max(0, width - 29)), "blue")
         rows.append(row((f"{'device use':<13}", "bright_black"), (f"{percent(used):>9}", "bold"), "  ", meter))
@@ -170,9 +165,21 @@ def _idle_rows(state: RunState, width: int) -> list[Row]:
     return rows
 
 
+def process_kinds(state: RunState) -> list[str]:
+    """Return the kinds of processes with known memory: trainer, engine, each frozen model on engines, driver."""
+    metrics = [name.removeprefix("memory/") for name in state.steps.names if name.startswith("memory/")]
+    kinds = [name.removesuffix("_gib") for name in metrics]
+    return sorted(kinds, key=lambda kind: (kind == "driver", kind not in _PROCESSES, kind != "trainer", kind))
+
+
 def _share_row(name: str, style: str, share: float | None, width: int) -> Row:
     room = max(0, width - 20)
     drawn = "" if share is None else bar(share, room)
     rest = "" if share is None else "░" * (room - len(drawn))
     number = (f"{percent(share):>6}", "bold")
     return row((f"{name:<10}", "bright_black"), number, "  ", (drawn, style), (rest, "bright_black"))
+
+
+def scoring_kinds(state: RunState) -> list[str]:
+    """Return the frozen models with known memory of their engines."""
+    return [kind for kind in process_kinds(state) if kind not in _PROCESSES]

@@ -13,9 +13,12 @@ from rlctl.preflight.roles import TEACHER
 from rlctl.training.fsdp.model import FsdpPolicy, free_gathered
 from rlctl.training.fsdp.resident import ResidentModel
 from rlctl.training.interface import Loss, MicroBatch
+from rlctl.training.metric_rows import TEACHER_IN_UPDATE
 from rlctl.training.packing import pack
 from rlctl.training.spec import TrainerSpec
 from rlctl.training.teacher_side import DivergenceTerm, TeacherHidden, TeacherSide, TeacherTop
+from rlctl.training.update import MetricAccumulator
+from rlctl.utils.device_stream import mark_here
 
 
 class TeacherPass:
@@ -36,6 +39,7 @@ class TeacherPass:
         self._resident = resident
         self._weights = weights
         self._spec = spec
+        self._device = torch.device(spec.device)
 
     def find_term(self, loss: Loss) -> DivergenceTerm | None:
         """Return the term whose divergence the loss needs, as this rank computes it; None if it needs none."""
@@ -52,34 +56,47 @@ class TeacherPass:
             compiled=self._spec.config.compile,
         )
 
-    def run(self, micro_batches: list[MicroBatch], term: DivergenceTerm | None) -> Generator[TeacherSide | None]:
-        """Yield the teacher's side of each micro-batch, in order; None without a term. The caller closes the passes."""
+    def run(
+        self, micro_batches: list[MicroBatch], term: DivergenceTerm | None, metrics: MetricAccumulator
+    ) -> Generator[TeacherSide | None]:
+        """Yield the teacher's side of each micro-batch, in order; None without a term. The caller closes the passes.
+
+        metrics: get the seconds of the passes.
+        """
         if term is None:
             yield from [None] * len(micro_batches)
         elif TEACHER not in self._spec.roles:
             yield from (self._read_column(micro_batch, term) for micro_batch in micro_batches)
         elif self._resident:
-            yield from self._run_resident(self._resident.model, micro_batches, term)
+            yield from self._run_resident(self._resident.model, micro_batches, term, metrics)
         else:
-            yield from self._run_swapped(micro_batches, term)
+            yield from self._run_swapped(micro_batches, term, metrics)
 
     def _run_resident(
-        self, model: FsdpPolicy, micro_batches: list[MicroBatch], term: DivergenceTerm
+        self, model: FsdpPolicy, micro_batches: list[MicroBatch], term: DivergenceTerm, metrics: MetricAccumulator
     ) -> Generator[TeacherSide]:
         """Run a pass just before each micro-batch's loss."""
+        begin = mark_here(self._device)
         with self._weights():
             try:
                 for micro_batch in micro_batches:
                     # The policy's pass reads the head, which stays gathered until the end.
-                    yield self._run_pass(model, micro_batch, term)
+                    side = self._run_pass(model, micro_batch, term)
+                    metrics.add_span(TEACHER_IN_UPDATE.name, (begin, mark_here(self._device)))
+                    yield side
+                    begin = mark_here(self._device)
             finally:
                 free_gathered(model)
 
-    def _run_swapped(self, micro_batches: list[MicroBatch], term: DivergenceTerm) -> Generator[TeacherSide]:
+    def _run_swapped(
+        self, micro_batches: list[MicroBatch], term: DivergenceTerm, metrics: MetricAccumulator
+    ) -> Generator[TeacherSide]:
         """Run the passes over all micro-batches, and yield the sides once the policy is back."""
+        begin = mark_here(self._device)
         with self._weights():
             sides = _keep_sides(self._run_pass(self._policy, micro_batch, term) for micro_batch in micro_batches)
             free_gathered(self._policy)
+        metrics.add_span(TEACHER_IN_UPDATE.name, (begin, mark_here(self._device)))
         yield from sides
 
     def _read_column(self, micro_batch: MicroBatch, term: DivergenceTerm) -> TeacherSide:
@@ -87,7 +104,7 @@ class TeacherPass:
 
         An empty micro-batch has no column and no token to train on.
         """
-        packed = pack(micro_batch, torch.device(self._spec.device))
+        packed = pack(micro_batch, self._device)
         top = packed.columns.get(TEACHER_TOP.name)
         if top is None:
             if micro_batch:
@@ -99,7 +116,7 @@ class TeacherPass:
 
     @torch.no_grad()
     def _run_pass(self, model: FsdpPolicy, micro_batch: MicroBatch, term: DivergenceTerm) -> TeacherSide:
-        packed = pack(micro_batch, torch.device(self._spec.device))
+        packed = pack(micro_batch, self._device)
         side: TeacherSide = model(packed, packed.mask.nonzero()[:, 0], term.read_teacher)
         return side
 

@@ -184,7 +184,7 @@ class FsdpTrainer(TrainerRank):
         self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool
     ) -> None:
         term = self._teacher.find_term(loss)
-        with closing(self._teacher.run(micro_batches, term)) as teacher_sides:
+        with closing(self._teacher.run(micro_batches, term, metrics)) as teacher_sides:
             for teacher_side, micro_batch in zip(teacher_sides, micro_batches):
                 output = self._run_forward(micro_batch, loss, term, teacher_side)
                 if backward:

@@ -73,6 +73,13 @@ def async_metrics(step: int) -> dict[str, float]:
     return {**common, **ages, **buffer, **times, **refit, "time/other": 0.25, "time/step": STEP_SECONDS}
 
 
+def on_engines(step: int) -> dict[str, float]:
+    """Return `async_metrics` of a run that also waits for a teacher on engines, half a second a step."""
+    times = {"time/idle_rollouts": 0.0, "time/idle_oldest": 0.25, "time/idle_teacher": 0.5}
+    teacher = {"memory/teacher_gib": 3.5, "memory/driver_gib": 0.5, "idle/teacher": 0.75}
+    return {**async_metrics(step), **times, **teacher}
+
+
 def write_run(
     root: Path,
     name: str = "grpo--tiny--1",

@@ -50,6 +50,11 @@ def test_waiting_for_the_oldest_is_the_bounds_doing(tmp_path: Path) -> None:
     assert advice.startswith("trainer waits 40% for stragglers: raise async.max_trajectory_age_steps")
 
 
+def test_waiting_for_a_teacher_asks_for_more_of_its_engines(tmp_path: Path) -> None:
+    advice = read_advice(tmp_path, (2, 6), idle__trainer=0.6, time__idle_oldest=0.2, time__idle_teacher=0.8)
+    assert advice == "trainer waits 32% for the teacher: raise teacher.num_engines"
+
+
 def test_there_is_none_where_nothing_would_help_or_little_is_known(tmp_path: Path) -> None:
     busy = {"idle__trainer": 0.0, "idle__generator": 0.05, "time__idle_oldest": 0.0}
     assert read_advice(tmp_path / "a", (4, 4), **busy) == ""

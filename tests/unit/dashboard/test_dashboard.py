@@ -18,7 +18,7 @@ from rlctl.dashboard.view import LiveDashboard
 from rlctl.generation.engine import EngineStats
 from rlctl.grpo.metrics import EngineInterval, engine_metrics
 from rlctl.telemetry.events import EventLog
-from tests.unit.dashboard.synthetic import START, async_metrics, step_metrics, write_run
+from tests.unit.dashboard.synthetic import START, async_metrics, on_engines, step_metrics, write_run
 from tests.waiting import until
 
 
@@ -281,7 +281,12 @@ def test_an_asynchronous_run_that_is_done_shows_the_last_step_that_sampled(tmp_p
     assert "generator     0%" in "\n".join(draw_screen(running, 80, 24))
 
 
-@pytest.mark.parametrize("metrics", [step_metrics, async_metrics])
+def test_engines_of_a_teacher_have_memory_and_idle_time(tmp_path: Path) -> None:
+    text = "\n".join(draw_screen(write_run(tmp_path, metrics=on_engines).path, 140, 44))
+    assert "teacher       3.50 GiB" in text and "teacher    75.0%  ███" in text
+
+
+@pytest.mark.parametrize("metrics", [step_metrics, async_metrics, on_engines])
 def test_nothing_is_cut_off_at_80_columns(tmp_path: Path, metrics: Callable[[int], dict[str, float]]) -> None:
     devices = {"device/utilization": 1.0, "memory/trainer_gib": 131.2, "memory/engine_gib": 128.4}
     run = write_run(tmp_path, metrics=lambda step: {**metrics(step), **devices}, ended=None)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rlctl.dashboard.state import read_state
 from rlctl.dashboard.summary import print_summary
 from rlctl.telemetry.events import EventLog, MetricsLog
-from tests.unit.dashboard.synthetic import START, async_metrics, step_metrics, write_run
+from tests.unit.dashboard.synthetic import START, async_metrics, on_engines, step_metrics, write_run
 
 
 def read_summary(path: Path, width: int = 80) -> str:
@@ -54,6 +54,19 @@ def test_commands_are_never_wrapped_and_keep_their_brackets(tmp_path: Path) -> N
 
 def test_a_run_that_never_took_a_step_has_a_summary_too(tmp_path: Path) -> None:
     assert "0 of 20" in read_summary(write_run(tmp_path, steps=0, ended="failed").path)
+
+
+def test_a_teacher_is_told_apart_by_place_with_its_share_of_a_step(tmp_path: Path) -> None:
+    text = " ".join(read_summary(write_run(tmp_path, metrics=on_engines).path, width=120).split())
+    assert "teacher its engines 0.50s, 20.0% of a step" in text
+    assert "idle trainer 60.0% · generator 40.0% · teacher 75.0%" in text
+    assert "peak memory trainer 0.40 GiB · engine 1.10 GiB · teacher 3.50 GiB · driver 0.50 GiB" in text
+
+    def in_ranks(step: int) -> dict[str, float]:
+        return {**step_metrics(step), "time/teacher": 0.25, "train/teacher": 0.5}
+
+    text = " ".join(read_summary(write_run(tmp_path, "b", metrics=in_ranks).path, width=120).split())
+    assert "teacher its passes 0.25s, 10.0% of a step · in training 0.50s, 20.0% of a step" in text
 
 
 def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Path) -> None:

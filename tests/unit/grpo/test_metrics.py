@@ -14,6 +14,7 @@ from rlctl.grpo.advantages.sections import GroupMeanSection
 from rlctl.grpo.batch import make_batch
 from rlctl.grpo.losses.sections import GrpoLossSection
 from rlctl.grpo.metrics import (
+    TRAINER_PHASES,
     EngineInterval,
     engine_metrics,
     generator_metrics,
@@ -21,12 +22,14 @@ from rlctl.grpo.metrics import (
     refit_metrics,
     rollout_metrics,
     sampling_metrics,
+    scoring_metrics,
     source_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
     validation_metrics,
 )
+from rlctl.preflight.declared_columns import phase_of
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
@@ -245,6 +248,28 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
     assert generator_metrics(EngineInterval(after, after, devices=4)) == {}
     without_a_cache = [[EngineStats(busy, 0.0, 9, 9, at=busy)] for busy in (1.0, 2.0)]
     assert prefix_metrics(EngineInterval(*without_a_cache, devices=1)) == {}
+
+
+def test_engines_that_score_have_an_idle_share_of_their_own() -> None:
+    before = [EngineStats(1.0, at=10.0), EngineStats(5.0, at=10.0), EngineStats(9.0, at=10.0)]
+    # The third engine was replaced meanwhile.
+    after = [EngineStats(2.0, at=14.0), EngineStats(5.0, at=14.0), EngineStats(0.5, at=14.0)]
+    assert scoring_metrics("teacher", EngineInterval(before, after, devices=3)) == {"idle/teacher": 1 - 1 / 8}
+    assert scoring_metrics("teacher", EngineInterval(after, after, devices=3)) == {}
+
+
+@pytest.mark.parametrize(
+    ("role", "phase"),
+    [
+        ("policy", "log_probs"),
+        ("reference", "log_probs"),
+        ("teacher", "teacher"),
+        ("teachers.math", "teacher"),
+        ("roles.judge", "roles"),
+    ],
+)
+def test_a_role_has_a_phase_in_which_the_trainer_is_not_idle(role: str, phase: str) -> None:
+    assert phase_of(role) == phase and phase in TRAINER_PHASES
 
 
 def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:
