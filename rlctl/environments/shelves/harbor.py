@@ -32,8 +32,9 @@ class Harbor:
 
     bases: further images that this machine stands for. command: words that run a program in a container, in place of
     the sandbox; stop_command: run after each (`rlctl/sandbox/command.py`). image_prefix: begins the name of a task's
-    image, unless task.toml names one. command_s: seconds of a command of the model. memory_mib: memory of a command,
-    unless the task names its own. reward_key: the reward among those of reward.json.
+    image, unless task.toml names one. command_s: seconds of a command of the model. tests_s: most seconds of the tests.
+    Both are below environment.timeout_s. memory_mib: memory of a command, unless the task names its own. reward_key:
+    the reward among those of reward.json.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class Harbor:
         command: str | None = None,
         stop_command: str | None = None,
         image_prefix: str = "harbor-",
-        command_s: float = 30.0,
+        command_s: float = 20.0,
+        tests_s: float = 25.0,
         memory_mib: int = 512,
         reward_key: str = "reward",
     ) -> None:
@@ -50,6 +52,7 @@ class Harbor:
         self._image_prefix = None if command is None else image_prefix
         self._sandbox = _open_sandbox(command, stop_command)
         self._command_s = command_s
+        self._tests_s = tests_s
         self._memory_mib = memory_mib
         self._reward_key = reward_key
         self._folder: Path | None = None
@@ -96,8 +99,8 @@ class Harbor:
             # The model's commands see the whole folder, and may have put something there.
             _remove(self._folder / name)
         shutil.copytree(self._task.folder / "tests", self._folder / "tests")
-        (self._folder / "logs/verifier").mkdir(parents=True)
-        result = self._run_in_folder("bash /tests/test.sh", self._limits(self._task.tests_s), with_tests=True)
+        limits = self._limits(min(self._tests_s, self._task.tests_s))
+        result = self._run_in_folder("bash /tests/test.sh", limits, with_tests=True)
         return self._read_reward(result)
 
     def close(self) -> None:
@@ -129,6 +132,8 @@ class Harbor:
             all_mounts |= {"/tests": "tests", "/logs": "logs"}
         program = Program(
             argv=("bash", "-c", _IN_FOLDER, "bash", task.workdir, command),
+            # Makes the folder of the reward, which the program owns. The model's commands own no file of the tests.
+            files={"logs/verifier/.made": b""} if with_tests else {},
             outputs=(REWARD_TEXT, REWARD_JSON) if with_tests else (),
             variables=variables,
             folder=self._folder,

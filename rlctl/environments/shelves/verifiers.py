@@ -127,10 +127,14 @@ class _Server:
                 continue  # The health of such a server ends its rollouts.
             request_id, kind, payload = frames
             # An answer may come after its rollout was cancelled, and a frame that cannot be read is no answer.
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, asyncio.InvalidStateError):
                 message = msgpack.unpackb(payload, raw=False, strict_map_key=False)
                 if kind == b"delta":
-                    _add_change(self._traces[request_id.decode()], message)
+                    traces = self._traces[request_id.decode()]
+                    _add_change(traces, message)
+                    if clash := _find_clash(traces[message["trace"]]):
+                        # Said before the first turn: the trial before a run then ends it.
+                        self._answers[request_id.decode()].set_exception(InfrastructureError(clash))
                 elif not self._answers[request_id.decode()].done():
                     self._answers[request_id.decode()].set_result(message)
 
@@ -140,10 +144,6 @@ class _Server:
             raise InfrastructureError(f"{self._address} played no rollout: {answer.get('error')}; {PROTOCOL}")
         errors = [*answer["head"].get("errors", [])]
         for trace in traces.values():
-            if trace["version"] != TRACE_VERSION:
-                package = trace.get("verifiers", {}).get("version")
-                problem = f"a trace of version {trace['version']}, of verifiers {package}"
-                raise InfrastructureError(f"{self._address} sent {problem}; {PROTOCOL}")
             errors += trace["errors"]
         if errors:
             # Also those of an attempt that the server repeated: its turns are in the same session.
@@ -165,6 +165,14 @@ def _add_change(traces: dict[str, dict[str, Any]], change: Mapping[str, Any]) ->
     trace = traces.setdefault(trace_id, {**change.get("open", {}), "errors": []})
     trace["errors"] += change.get("errors", [])
     trace.update(change.get("set", {}))
+
+
+def _find_clash(trace: Mapping[str, Any]) -> str:
+    """Return the reason why a trace cannot be read, or an empty text."""
+    if trace["version"] == TRACE_VERSION:
+        return ""
+    package = trace.get("verifiers", {}).get("version")
+    return f"the server sent a trace of version {trace['version']}, of verifiers {package}; {PROTOCOL}"
 
 
 def _weighted_rewards(trace: Mapping[str, Any]) -> dict[str, float]:
