@@ -38,6 +38,8 @@ class Critic:
         self._section = section
         self._loss = ValueLoss(section.value_clip)
         self._shares_gpus = shares_gpus
+        # True once an update of the step has changed the critic.
+        self.has_moved = False
 
     def is_alone(self, version: int) -> bool:
         """Return True if the step that trains the weights of `version` trains the critic alone."""
@@ -55,11 +57,16 @@ class Critic:
 
         Raises FloatingPointError for a loss or a gradient norm that is not finite.
         """
+        self.has_moved = False
         self._rest(self._policy)
         metrics: dict[str, list[float]] = {}
         for samples in batch.shares(self._section.updates_per_step):
-            with self.trainer.update(self._loss) as update:
-                update.accumulate(_select_columns(samples))
+            try:
+                with self.trainer.update(self._loss) as update:
+                    update.accumulate(_select_columns(samples))
+            except FloatingPointError as error:
+                raise FloatingPointError(f"critic: {error}") from error
+            self.has_moved = True
             for name, value in update.metrics.items():
                 shown_name = _RENAMED.get(name, name)
                 if shown_name.startswith("critic/"):

@@ -210,7 +210,8 @@ class GrpoLoop(Loop):
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
         """Return the exception for an update that is not finite. It allows no checkpoint if an earlier update of the
         step has changed the weights already."""
-        if all(update.skip_cause for update in step.updates):
+        critic_moved = self._parts.critic is not None and self._parts.critic.has_moved
+        if not critic_moved and all(update.skip_cause for update in step.updates):
             return error
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"
         return HealthStop(f"{which}: {error}, as the updates before made them; {self._parts.recorder.newest}")

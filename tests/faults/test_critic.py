@@ -1,11 +1,13 @@
 """A run with a critic: it learns from groups of one, and a killed run goes on bit for bit, policy and critic."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.faults.runs import WITHOUT_VLLM, Run
 from tests.faults.test_resume import check_a_kill_changes_nothing
+from tests.system.test_distillation import make_teacher
 
 PPO = (
     "grpo.advantage={name: gae, lam: 0.95}",
@@ -14,7 +16,8 @@ PPO = (
     "grpo.num_generations_per_prompt=1",
 )
 SAVING = ("grpo.num_steps=4", "checkpoint={every: 1, keep_last: 9}")
-IN_TURNS = ("environment.name=calculator", "rewards=[]", "environment.max_turns=3", "generation.max_new_tokens=16")
+# Games of several turns.
+GUESS = "guess-tiny"
 ASYNC = ("async.enabled=true", "async.max_trajectory_age_steps=2")
 TWO_RANKS = ("critic.updates_per_step=2", "trainer.num_ranks=2")
 
@@ -76,10 +79,22 @@ def test_a_killed_run_goes_on_bit_for_bit(settings: tuple[str, ...], tmp_path: P
     assert contents[:2] == contents[2:]
 
 
+@pytest.mark.long  # a run each
+@pytest.mark.parametrize("policy", ["trainer.backend=fsdp", "lora={rank: 4}", "trainer.backend=megatron"])
+def test_another_architecture_is_the_critic_of_any_policy(policy: str, tmp_path: Path) -> None:
+    folder = make_teacher(tmp_path / "llama", "llama", hidden_size=64)
+    settings = (policy, f"critic.path={folder}")
+    run = Run(tmp_path, "other", WITHOUT_VLLM, *PPO, *settings, "grpo.num_steps=3", "checkpoint.every=1")
+    assert run.end() == 0, run.text()
+    check_critics(run, 3)
+    config = json.loads((run.path / "checkpoints/step_3/critic_hf/config.json").read_text())
+    assert config["architectures"] == ["LlamaForTokenClassification"] and config["hidden_size"] == 64
+
+
 @pytest.mark.long  # a run
 def test_values_carry_over_the_turns_of_an_environment(tmp_path: Path) -> None:
     kl = "grpo.advantage={name: gae, lam: 0.9, bootstrap_cut: true, kl_coef: 0.01, kl_estimator: k3}"
-    run = Run(tmp_path, "turns", *PPO, kl, *IN_TURNS, "grpo.num_steps=3")
+    run = Run(tmp_path, "turns", GUESS, WITHOUT_VLLM, *PPO[1:], kl, "grpo.num_steps=3")
     assert run.end() == 0, run.text()
     assert all(record["critic/loss"] > 0 for record in run.steps())
 

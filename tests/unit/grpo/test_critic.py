@@ -1,13 +1,18 @@
 """A step's batch carries values and returns to the critic, and its explained variance is measured."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rlctl.grpo.advantages.gae import Gae
 from rlctl.grpo.batch import add_column, make_batch
-from rlctl.grpo.critic import explained_variance
+from rlctl.grpo.critic import Critic, explained_variance
+from rlctl.grpo.losses.value import ValueLoss
 from rlctl.preflight.declared_columns import ADVANTAGE, RETURN, VALUE
 from rlctl.training.micro_batching import TrainingSample
 from tests.unit.grpo.test_batch import config, make_group
@@ -56,6 +61,34 @@ def test_explained_variance_is_1_for_exact_values_and_0_for_a_constant(values: l
     half = replace(sample, mask=sample.mask & (np.arange(5) < 3))
     other = replace(sample, mask=sample.mask & (np.arange(5) >= 3))
     assert explained_variance([half, other]) == pytest.approx(share)
+
+
+class FailingTrainer:
+    """A trainer whose second update is not finite."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    @contextmanager
+    def update(self, loss: ValueLoss) -> Iterator[SimpleNamespace]:
+        self.updates += 1
+        yield SimpleNamespace(accumulate=lambda samples: None, metrics={})
+        if self.updates == 2:
+            raise FloatingPointError("the loss is nan; the weights were left as they were")
+
+
+def test_an_error_of_a_later_update_leaves_a_critic_that_has_moved() -> None:
+    """The loop saves no checkpoint then: it would hold the critic of an unfinished step."""
+    section = config(skip=False)
+    batch = make_batch([make_group("a", [1.0]), make_group("b", [0.0])], section, GAE)
+    values = [np.zeros((len(sample), 2), np.float32) for sample in batch.sequences]
+    batch = add_column(batch, VALUE.name, values, section, GAE)
+    trainer: Any = FailingTrainer()
+    options: Any = SimpleNamespace(value_clip=None, updates_per_step=2, warm_up_steps=0)
+    critic = Critic(trainer, trainer, options, shares_gpus=False)
+    with pytest.raises(FloatingPointError, match="critic: the loss is nan"):
+        critic.train(batch)
+    assert critic.has_moved
 
 
 def test_equal_returns_explain_nothing() -> None:
