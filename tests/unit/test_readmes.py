@@ -6,6 +6,7 @@ lists the others, each with the reason.
 """
 
 import ast
+import json
 import re
 import shlex
 import shutil
@@ -179,6 +180,11 @@ def reader(home: Path) -> Path:
     # Models and runs that earlier commands of a page make.
     for name in ("llama-tiny", "warm"):
         (home / name).symlink_to(RECIPES / "tiny/qwen3-tiny")
+    judge = shutil.copytree(RECIPES / "tiny/qwen3-tiny", home / "reward-model")
+    config = json.loads((judge / "config.json").read_text())
+    (judge / "config.json").write_text(
+        json.dumps(config | {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1})
+    )
     return home
 
 
