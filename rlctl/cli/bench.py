@@ -341,6 +341,31 @@ def scale(
 
 @app.command(
     epilog=examples(
+        "rlctl bench start",
+        "rlctl bench start sft-tiny --rounds 1 --cold",
+        "rlctl bench start my.yaml --set trainer.compile=false --json",
+    )
+)
+def start(
+    recipe: Annotated[str, typer.Argument(help="The recipe to start.", show_default=False)] = "grpo-tiny",
+    override: RunSettings = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Starts, one after the other.")] = 3,
+    cold: Annotated[
+        bool,
+        typer.Option("--cold", help="Read packages from the disk again, and compile all code, at each start."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time a run's start, from the command to the end of its first step, with the CPU seconds of each process."""
+    from rlctl.bench.starts import StartBench
+    from rlctl.preflight.load import load
+
+    kind = load(None, recipe, override or []).settled.config.kind
+    run_bench(StartBench(recipe=recipe, kind=kind, rounds=rounds, cold=cold, overrides=override or []), as_json, [])
+
+
+@app.command(
+    epilog=examples(
         "rlctl bench algorithms",
         "rlctl bench algorithms grpo gspo dapo --seeds 5 --plot algorithms.png",
         "rlctl bench algorithms grpo 'grpo grpo.loss.clip_high=0.4' my-algorithm.yaml --recipe my.yaml",

@@ -44,6 +44,14 @@ class Started:
         return self.process.wait(20)
 
 
+def has_ended(pid: int) -> bool:
+    """Return True if the process has ended. Nobody may have waited for an orphan."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "default_worker.py").write_text(WORKER)
@@ -79,7 +87,7 @@ def test_a_killed_stub_takes_its_worker_along_and_a_killed_worker_its_stub(
     forks = ForkServer(folder)
     stub = Started(forks, folder)
     stub.process.kill()
-    until(lambda: not psutil.pid_exists(stub.pid))
+    until(lambda: has_ended(stub.pid))
     worker = Started(forks, folder)
     os.kill(worker.pid, signal.SIGKILL)
     assert worker.process.wait(20) == 128 + signal.SIGKILL
@@ -89,7 +97,7 @@ def test_a_signal_to_the_stub_reaches_the_worker(server: "subprocess.Popen[bytes
     worker = Started(ForkServer(folder), folder)
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(20) == 128 + signal.SIGTERM
-    assert not psutil.pid_exists(worker.pid)
+    assert has_ended(worker.pid)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -101,7 +109,7 @@ def test_workers_end_with_the_server_whether_it_is_closed_or_killed(folder: Path
         process.kill()
     process.stdin.close()
     process.wait(20)
-    until(lambda: not psutil.pid_exists(worker.pid))
+    until(lambda: has_ended(worker.pid))
     assert worker.process.wait(20) != 0
 
 
