@@ -10,7 +10,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgpack
 import zmq
@@ -46,7 +46,7 @@ async def run(task: "AgentTask", base_url: str, api_key: str, *, address: str) -
 class _Server:
     """Connection to one environment server, shared by all rollouts of this process on its event loop."""
 
-    _servers: dict[tuple[int, str], "_Server"] = {}  # noqa: RUF012
+    _servers: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], "_Server"]] = {}
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -64,9 +64,11 @@ class _Server:
     @classmethod
     def at(cls, address: str) -> "_Server":
         """Return the connection of this event loop to an address. Raises InfrastructureError for a wrong address."""
-        key = (id(asyncio.get_running_loop()), address)
+        key = (asyncio.get_running_loop(), address)
         try:
-            return cls._servers.setdefault(key, cls._servers.get(key) or cls(address))
+            if key not in cls._servers:
+                cls._servers[key] = cls(address)
+            return cls._servers[key]
         except zmq.ZMQError as error:
             raise InfrastructureError(f"{address} is no address of a server, as tcp://127.0.0.1:5000") from error
 
