@@ -317,6 +317,24 @@ def dispatch(
     run_bench(DispatchBench(group_sizes, payload_sizes, calls), as_json, problems)
 
 
+@app.command(epilog=examples("rlctl bench sandbox", "rlctl bench sandbox --kinds bwrap --seconds 20 --json"))
+def sandbox(
+    kinds: Annotated[str, typer.Option(help="Kinds of sandbox, with commas.")] = "bwrap,process",
+    threads: Annotated[int, typer.Option(min=0, max=256, help="Programs at one time. 0: as many as cores.")] = 0,
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Seconds of each row.", callback=finite)] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Count the programs a second that each sandbox of this machine runs."""
+    from rlctl.bench.sandbox import SandboxBench
+    from rlctl.sandbox.open_sandbox import LOCAL_KINDS
+    from rlctl.utils.devices import usable_cores
+
+    problems: list[Problem] = []
+    names = words("--kinds", kinds, LOCAL_KINDS, problems)
+    chosen = [name for name in LOCAL_KINDS if name in names]
+    run_bench(SandboxBench(chosen, threads or usable_cores(), seconds), as_json, problems)
+
+
 @app.command(
     epilog=examples(
         "rlctl bench scale",

@@ -22,7 +22,7 @@ NO_IMAGES = "an image of a container needs the sandbox command"
 # Promises of a sandbox.
 #   network: no packet leaves, and no service of the machine answers
 #   files: nothing outside the program's folders can be written, and nothing but the system's files can be read
-#   processes: other processes can be neither seen nor signalled
+#   processes: other processes can be neither signalled nor read
 #   memory: the program and its descendants together stay below the limit
 #   forks: the number of processes stays below the limit, and none outlives the program
 Guarantee = SandboxGuarantee

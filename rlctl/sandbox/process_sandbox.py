@@ -37,6 +37,8 @@ from rlctl.workers import supervisor
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SUPERVISOR = (sys.executable, "-I", supervisor.__file__)
 _CONFINER = (sys.executable, "-I", "-S", confine.__file__)
+# A judge of programs measures them there. Memory and environment of processes outside stay closed, by Landlock.
+_PROCESS_FILES = ("/proc",)
 # Versions of Landlock that are needed: 1 limits files, 6 limits signals.
 _FILES_VERSION = 1
 _SIGNALS_VERSION = 6
@@ -128,7 +130,7 @@ class ProcessSandbox(LocalSandbox):
         other_tasks = 0 if user is not None else count_tasks(os.getuid())
         return Confinement(
             work=work,
-            readable=SYSTEM_FOLDERS + files + folders,
+            readable=SYSTEM_FOLDERS + files + folders + _PROCESS_FILES,
             writable=(work, temporary, *_DEVICES),
             limits={**limits.of_process(), "RLIMIT_NPROC": other_tasks + limits.processes},
             variables=program_variables(work, temporary, dict(program.variables)),

@@ -3,6 +3,8 @@
 A `.pth` file of this environment may run code at each start, or name folders that a sandbox hides.
 """
 
+import atexit
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -17,6 +19,7 @@ def python_home() -> Path:
     A start takes 13 ms, with all of this environment's `.pth` files 24 ms.
     """
     home = Path(tempfile.mkdtemp(prefix="rlctl-python-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = home / "lib" / f"python{version}" / "site-packages"
     packages.mkdir(parents=True)

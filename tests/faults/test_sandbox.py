@@ -29,7 +29,12 @@ SPARE_BYTES = 512 << 20
 # Kind -> programs that it does not contain, each with the reason. rlctl/sandbox/README.md names them too.
 NOT_CONTAINED: dict[SandboxName, dict[str, str]] = {
     "bwrap": {},
-    "process": {"pidfd of the parent": "a program learns that a process is there, and can do nothing to it"},
+    # A program sees which processes are there, and can do nothing to them.
+    "process": {
+        "pidfd of the parent": "it learns that a process is there",
+        "processes of others": "it sees their numbers",
+        "read /proc/{pid}/cmdline": "it reads their command lines",
+    },
 }
 # Files and folders of this machine that programs try to change.
 WATCHED_FILES = ("/etc/passwd", "/etc/shadow", "/etc/hosts", "/usr/bin/env")
@@ -62,8 +67,10 @@ class Victim:
 
 
 @pytest.fixture
-def victim() -> Iterator[Victim]:
-    with tempfile.TemporaryDirectory(prefix="rlctl-victim-") as name:
+def victim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
+    # Folders of programs are made there.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with tempfile.TemporaryDirectory(prefix="rlctl-victim-", dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o777)
         (folder / CANARY).write_text("unchanged")
@@ -134,14 +141,13 @@ def run_all(kind: SandboxName, programs: Sequence[HostileProgram], victim: Victi
     """Run programs, four at a time; return name -> how it was not contained."""
     sandbox = local_sandbox(kind)
     before = digest_machine(victim)
-    scratch = {path.name for path in Path(tempfile.gettempdir()).glob("rlctl-program-*")}
     with ThreadPoolExecutor(4) as threads:
         problems = list(threads.map(lambda program: run_hostile(sandbox, program, victim), programs))
     breaches = {program.name: problem for program, problem in zip(programs, problems, strict=True) if problem}
     assert digest_machine(victim) == before
     assert psutil.Process(victim.process.pid).status() == psutil.STATUS_SLEEPING
     assert find_left(victim.token) == []
-    assert {path.name for path in Path(tempfile.gettempdir()).glob("rlctl-program-*")} <= scratch
+    assert list(Path(tempfile.gettempdir()).glob("rlctl-program-*")) == []
     victim.tcp.settimeout(0)
     victim.udp.settimeout(0)
     victim.unix.settimeout(0)

@@ -30,6 +30,12 @@ def run_bench(folder: Path, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
+def test_programs_of_each_sandbox_are_counted(tmp_path: Path) -> None:
+    report = run_bench(tmp_path, "sandbox", "--kinds", "process", "--seconds", "1")
+    assert [row["work"] for row in report["rows"]] == ["alone", "files", "tests", "group", "call"]
+    assert report["refusals"] == [] and all(row["rate"] > 0 and row["programs"] > 0 for row in report["rows"])
+
+
 def test_both_ways_of_calling_workers_are_measured(tmp_path: Path) -> None:
     small = ("--workers", "1,4", "--payloads", "1KB,64KB", "--calls", "40")
     report = run_bench(tmp_path, "dispatch", *small)
