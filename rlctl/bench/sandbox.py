@@ -23,7 +23,7 @@ from rlctl.sandbox.warm_python import WarmPython, make_folder
 
 _SOURCE = "print(sum(range(100)))"
 _FILES = {f"data/{number}.txt": b"text\n" * 50 for number in range(5)}
-# Runs five tests on five files, each in a process of its own.
+# Runs five tests on five files, each in its own process.
 _FIVE_TESTS = """
 import glob, subprocess, sys
 for path in sorted(glob.glob("data/*.txt")):

@@ -25,7 +25,7 @@ class SandboxTools:
         self._python: WarmPython | None = None
         if files:
             contents = {name: text.encode() for name, text in files.items()}
-            self._run(Program(argv=("true",), files=contents, folder=self._folder))
+            self._run_program(Program(argv=("true",), files=contents, folder=self._folder))
 
     def close(self) -> None:
         """End the interpreter, and remove the working folder."""
@@ -46,9 +46,9 @@ class SandboxTools:
     def _run_shell(self, command: str) -> str:
         """Run a command in the episode's folder."""
         program = Program(argv=("sh", "-c", command), folder=self._folder)
-        return self._run(program)
+        return self._run_program(program)
 
-    def _run(self, program: Program) -> str:
+    def _run_program(self, program: Program) -> str:
         """Run a program; return its output. A sandbox that fails ends the episode as a failure, not with a reward."""
         sandbox, limits = _open_once()
         try:

@@ -40,7 +40,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     os.set_inheritable(connection.fileno(), False)
     # Pipe from the outer to the inner supervisor. It closes when the outer one is gone.
     pipe_reader, pipe_writer = os.pipe()
-    inner = _fork()
+    inner = _fork_child()
     if inner:
         # The outer supervisor: it passes each request of its standard input on to the inner one. It does not return.
         os.close(pipe_reader)
@@ -50,7 +50,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     supervisor = os.getpid()
-    worker = _fork()
+    worker = _fork_child()
     if worker:
         # The inner supervisor, which does not return either.
         _supervise(worker, requests=pipe_reader, connection=connection, ask=lambda: os.killpg(worker, signal.SIGTERM))
@@ -69,7 +69,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     os._exit(0)
 
 
-def _fork() -> int:
+def _fork_child() -> int:
     """Fork. This process will adopt orphans among the child's descendants. Return the child's pid; in the child, 0."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     return os.fork()

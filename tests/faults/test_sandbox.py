@@ -29,7 +29,7 @@ SPARE_BYTES = 512 << 20
 # Kind -> programs that it does not contain, each with the reason. rlctl/sandbox/README.md names them too.
 NOT_CONTAINED: dict[SandboxName, dict[str, str]] = {
     "bwrap": {},
-    # A program sees which processes are there, and can do nothing to them.
+    # A program sees which processes are there, without a way to touch one.
     "process": {
         "pidfd of the parent": "it learns that a process is there",
         "processes of others": "it sees their numbers",
@@ -167,7 +167,7 @@ def test_some_of_each_sort_are_contained(kind: SandboxName, victim: Victim) -> N
     assert run_all(kind, HOSTILE_PROGRAMS[5::24], victim) == {}
 
 
-@pytest.mark.long  # two minutes: all of them
+@pytest.mark.long  # two minutes: each one
 @pytest.mark.parametrize("kind", LOCAL_KINDS)
 def test_all_hostile_programs_are_contained_or_named(kind: SandboxName, victim: Victim) -> None:
     breaches = run_all(kind, HOSTILE_PROGRAMS, victim)
