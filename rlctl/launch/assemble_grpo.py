@@ -157,8 +157,9 @@ class GrpoParts:
 
         if components.model_rewards is None:
             return
-        if components.model_rewards.needs_ranks and components.pool.sleeps:
-            components.pool.rest()
+        pool = components.pool
+        if components.model_rewards.needs_ranks and pool.sleeps and not pool.asleep:
+            pool.rest()
         with self.session.starting("reward model"):
             values = components.model_rewards.try_on(sample_item(data.train[0]))
         text = ", ".join(f"{name} {value:g}" for name, value in values.items())

@@ -144,7 +144,8 @@ class Scorer:
                 problems.append((index, str(outcome)))
         if problems:
             raise UnusableError(problems, self._sections)
-        return self._combine(outcomes, may_wait=self._episodes or bool(self._model_indices))
+        score = self._combine(outcomes, may_wait=self._episodes or bool(self._model_indices))
+        return self._leave_open(score) if self._model_indices else score
 
     def close(self) -> None:
         self._threads.shutdown()

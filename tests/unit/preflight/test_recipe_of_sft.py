@@ -96,6 +96,10 @@ def test_weights_and_trainer_are_the_runs_and_the_rest_is_the_recipes() -> None:
         ([NAMED, f"{RECIPE}.data.validation.path=null"], "has no held-out prompts to sample"),
         ([NAMED, f"{RECIPE}.model.tokenizer=tiny/qwen3-games"], "is not the tokenizer that the run trains with"),
         ([NAMED, f"{RECIPE}.rewards=[exakt]"], f"{RECIPE}.rewards.0.name: .*did you mean exact?"),
+        (
+            [NAMED, f"{RECIPE}.rewards=[{{name: model, path: tiny/qwen3-tiny}}]"],
+            f"{RECIPE}.rewards.0.name: must be another reward: an SFT run has no place for a reward model",
+        ),
         ([NAMED, f"{RECIPE}.environment.name=gess"], "did you mean guess?"),
         ([NAMED, f"{RECIPE}.generation.max_new_tokens=400"], "must be below the longest sequence, 64, not 400"),
         ([NAMED, f"{RECIPE}.generation.tensor_parallel_size=3"], "must divide the model's 4 attention heads"),
