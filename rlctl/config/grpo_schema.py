@@ -2,6 +2,7 @@
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,6 +33,13 @@ class RewardSection(RewardEntry):
         "Only for regex: the pattern whose first group is compared with the answer. It is null for every other reward."
     )
     timeout_s: float = seconds("A reward that takes longer than this, in seconds, has failed for that rollout.", gt=0)
+    concurrency: int = spec(
+        "Only for an async def: the most calls of it that run at a time, in one process.", ge=1, most=MOST_SEQUENCES
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, problem) for each wrong value that a key's type does not exclude."""
+        yield from ()
 
 
 @dataclass
@@ -82,6 +90,23 @@ class ProgramRewardSection(RewardEntry):
         "`node program`. Only for rows whose tests are standard input and output."
     )
     column: str | None = spec("The column with the tests. null takes the known ones.")
+
+
+@dataclass
+class ServedJudgeSection(RewardSection):
+    """Keys of a judge that engines of the run serve."""
+
+    path: str | None = spec(
+        "In place of base_url: a model that engines of the run's own serve, on further GPUs. null is for base_url.",
+        path="model",
+    )
+    num_engines: int = spec("Only with path: the number of engines.", ge=1)
+    tensor_parallel_size: int = spec("Only with path: the GPUs of each engine.", ge=1)
+    max_length: int | None = spec(
+        "Only with path: the most tokens of a question and its reply. null is 8192. The model's own limit is never "
+        "exceeded.",
+        ge=2,
+    )
 
 
 AnyRewardSection = ModelRewardSection | ProgramRewardSection | RewardSection

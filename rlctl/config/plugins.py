@@ -4,12 +4,15 @@ imported.
 
 from collections.abc import Sequence
 
-from rlctl.config.grpo_schema import ModelRewardSection, RewardEntry
+from rlctl.config.grpo_schema import ModelRewardSection, RewardEntry, ServedJudgeSection
 
 # Name in the config -> function that builds the reward from its section.
-REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
+REWARDS = {
+    **{name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")},
+    "judge": "rlctl.rewards.judge.judge:judge_reward",
+}
 # Names of rewards that score without a reference answer.
-_WITHOUT_ANSWERS = ("model", "python_tests", "reasoning_gym")
+_WITHOUT_ANSWERS = ("model", "judge", "python_tests", "reasoning_gym")
 # Prefix of a data set's path (before the colon) -> class that generates its rows.
 ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
 # Name in the config -> class of the loss; below, of the advantage.
@@ -71,6 +74,7 @@ METRICS = (
     "rlctl.run.health",
     "rlctl.environments.metric_rows",
     "rlctl.rewards.metric_rows",
+    "rlctl.rewards.judge.metric_rows",
     "rlctl.grpo.metric_rows",
     "rlctl.grpo.losses.sections",
     "rlctl.grpo.critic_rows",
@@ -103,7 +107,8 @@ ENVIRONMENT_REWARD = "environment"
 
 
 def needs_answers(rewards: Sequence[RewardEntry]) -> bool:
-    """Return True if a reward needs the reference answer: a built-in one, but no model, tests or reasoning_gym."""
+    """Return True if a reward needs the reference answer: a built-in one, but no model, judge, tests or
+    reasoning_gym."""
     return any(":" not in reward.name and reward.name not in _WITHOUT_ANSWERS for reward in rewards)
 
 
@@ -117,6 +122,12 @@ def reward_names(rewards: Sequence[RewardEntry]) -> list[str]:
 def model_rewards(rewards: Sequence[RewardEntry]) -> dict[int, ModelRewardSection]:
     """Return index -> section of each reward that is a reward model."""
     return {index: reward for index, reward in enumerate(rewards) if isinstance(reward, ModelRewardSection)}
+
+
+def served_judges(rewards: Sequence[RewardEntry]) -> dict[int, ServedJudgeSection]:
+    """Return index -> section of each judge that engines of the run serve."""
+    judges = {index: reward for index, reward in enumerate(rewards) if isinstance(reward, ServedJudgeSection)}
+    return {index: judge for index, judge in judges.items() if judge.path is not None}
 
 
 def correctness(rewards: Sequence[RewardEntry]) -> tuple[int, float]:

@@ -6,12 +6,12 @@ A key that is a Python keyword has a trailing underscore as a field (`async_`), 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from rlctl.config.critic_schema import CriticSection
 from rlctl.config.data_schema import DataSection
 from rlctl.config.environment_schema import AgentSection, EnvironmentSection
-from rlctl.config.fields import MOST_SEQUENCES, seconds, spec
+from rlctl.config.fields import MOST_SEQUENCES, Elsewhere, seconds, spec
 from rlctl.config.grpo_schema import AnyRewardSection, AsyncSection, GenerationSection, GrpoSection, RefitSection
 from rlctl.config.health_schema import GrpoHealthSection, SftHealthSection
 from rlctl.config.plugins import SANDBOXED, needs_answers
@@ -175,7 +175,7 @@ class GrpoConfig:
     run: RunSection = spec("The run itself: name, folder, seed, deadlines, restarts.")
     model: ModelSection = spec("The policy.")
     data: DataSection = spec("The prompts.")
-    rewards: list[AnyRewardSection] = spec(
+    rewards: list[Annotated[AnyRewardSection, Elsewhere("rlctl.rewards.judge.sections:AnyReward")]] = spec(
         "The rewards, summed by weight. One reward decides which answers are right (correct_at). [] is for a run that "
         "learns from grpo.loss.distillation alone."
     )

@@ -239,7 +239,8 @@ def _near_key_remark(path: str, keys: Mapping[str, bool]) -> str:
         ratio = _near_ratio(name, key.rpartition(".")[2])
         if ratio >= _NEAR_ELSEWHERE and ("." not in path or _sections_ratio(path, key) >= _SAME_SECTION):
             ratios[key] = ratio
-    nearest = max(ratios, key=lambda key: (ratios[key], _sections_ratio(path, key)), default=None)
+    # A key of a list entry is meant less often than one of a section.
+    nearest = max(ratios, key=lambda key: (ratios[key], ".N." not in key, _sections_ratio(path, key)), default=None)
     return f"; did you mean {nearest}?" if nearest else ""
 
 

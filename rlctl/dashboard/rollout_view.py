@@ -67,6 +67,8 @@ def plain(group: Record, tokens: bool = False) -> Iterator[str]:
         yield f"-- #{rollout.get('index')} {sign} " + " · ".join([*_worth(rollout), *_facts(rollout)])
         for text, sampled in pieces(rollout):
             yield from (f"{BAR if sampled else '  '} {line}" for line in neutral(text).split("\n"))
+        for name, reason in reasons_of(rollout):
+            yield f"   {name}: {reason}"
     yield from token_lines(group) if tokens else ()
     yield ""
 
@@ -137,6 +139,13 @@ def facts(rollout: Record) -> str:
     return " · ".join(_facts(rollout))
 
 
+def reasons_of(rollout: Record) -> Iterator[tuple[str, str]]:
+    """Yield (reward, reason as one line) for each judge that gave a reason."""
+    reasons = rollout.get("reasons")
+    for name, reason in reasons.items() if isinstance(reasons, dict) else ():
+        yield one_line(name), one_line(reason)
+
+
 def title_of(group: Record) -> str:
     """Return step, task and outcome of a group as one line."""
     origin = ""
@@ -180,6 +189,8 @@ def _cell(rollout: Record, width: int, console: Console, pattern: Pattern) -> Te
         style = "" if sampled else "bright_black"
         margin = BAR if sampled else "  "
         lines += [_mark_matches(line, style, pattern, margin) for line in _wrap_text(text, width - 2, console)]
+    for name, reason in reasons_of(rollout):
+        lines += [Text(line.plain, "bright_black") for line in _wrap_text(f"{name}: {reason}", width, console)]
     return Text("\n").join(lines)
 
 

@@ -16,6 +16,7 @@ from rlctl.dashboard.state import RunState, best_checkpoint
 from rlctl.grpo import metric_rows
 from rlctl.grpo.critic_rows import EXPLAINED_VARIANCE
 from rlctl.grpo.losses.sections import STEP_MISMATCH
+from rlctl.rewards.judge import metric_rows as judge_rows
 from rlctl.run.health import ANSWERS, SKIPPED_UPDATES, UNSCORED_ANSWERS
 from rlctl.sft.metric_rows import HELD_OUT_LOSS, NLL
 from rlctl.telemetry.clock import STEP_SECONDS
@@ -101,6 +102,8 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         yield "little to learn", f"{share} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
+    if requests := _judge_requests(state):
+        yield "judge", requests
     if best := best_checkpoint(state):
         step, value = best
         metric = state.checkpoint_metric.removeprefix("-")
@@ -151,6 +154,26 @@ def _failed_rewards(state: RunState) -> str:
         parts.append(f"{sum(failed_by_step):,.0f} rollouts in {steps}, at most {percent(greatest_share)} of a step's")
     if failed_answers:
         parts.append(f"{failed_answers:,.0f} validation answers")
+    return " · ".join(parts)
+
+
+def _judge_requests(state: RunState) -> str:
+    """Return a text on the requests to judges, their tokens, cost and failures; empty without a judge."""
+    sums = {metric.name: sum(state.values(metric.name)) for metric in judge_rows.METRICS}
+    if not sums[judge_rows.CALLS.name] + sums[judge_rows.FOUND.name]:
+        return ""
+    tokens = sums[judge_rows.INPUT_TOKENS.name] + sums[judge_rows.OUTPUT_TOKENS.name]
+    parts = [
+        f"{sums[judge_rows.CALLS.name]:,.0f} requests",
+        f"{sums[judge_rows.FOUND.name]:,.0f} found",
+        f"{tokens:,.0f} tokens",
+    ]
+    if sums[judge_rows.COST.name]:
+        parts.append(f"cost {sums[judge_rows.COST.name]:,.4g}")
+    if sums[judge_rows.RETRIES.name]:
+        parts.append(f"{sums[judge_rows.RETRIES.name]:,.0f} retries")
+    if sums[judge_rows.FAILED.name]:
+        parts.append(f"{sums[judge_rows.FAILED.name]:,.0f} without a verdict")
     return " · ".join(parts)
 
 

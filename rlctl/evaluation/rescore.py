@@ -145,7 +145,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     write_whole(folder.path / "config.yaml", composed.to_yaml())
     with Scorer(config.rewards, logs, emit) as scorer:
         scorer.try_on_sample(sample_item(groups[0].task))
-        scores = iter(scorer.score(inputs))
+        scores = iter(scorer.score(inputs, group_sizes=[len(group.rollouts) for group in groups]))
     scored = []
     for group in groups:
         rollouts = [replace(rollout, score=next(scores)) for rollout in group.rollouts]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import UserError
-from rlctl.config.plugins import model_rewards
+from rlctl.config.plugins import model_rewards, served_judges
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
@@ -49,7 +49,7 @@ class DamagedResult(EvaluationError):
 
 def refuse_reward_models(config: GrpoConfig) -> None:
     """Raise EvaluationError if a reward is a model, for which an evaluation has no place."""
-    for index in model_rewards(config.rewards):
+    for index in sorted([*model_rewards(config.rewards), *served_judges(config.rewards)]):
         remedy = "give other rewards, for example 'rewards=[{name: exact}]'"
         raise EvaluationError(f"rewards.{index}: an evaluation loads no reward model; {remedy}")
 

@@ -5,7 +5,7 @@ Every drawn prompt is trained, filtered or dropped. A filtered or dropped one ha
 A batch gets its advantages once it has the last column that they read: in `make_batch`, or later in `add_column`.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -20,6 +20,7 @@ from rlctl.grpo.group_filter import why_left_out, why_nothing
 from rlctl.preflight.declared_columns import ADVANTAGE, AGE, ROLLOUT_LOG_PROB
 from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
+from rlctl.run.health import StopBeforeUpdateError
 from rlctl.training.micro_batching import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
@@ -165,10 +166,20 @@ def make_batch(
 def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | None:
     """Return the reason why another group must be sampled in place of this one; None if this group is kept.
 
-    A group without any scored rollout is kept, since it is dropped later and counted among the failures.
+    A group without any scored rollout is kept, since it is dropped later and counted among the failures. So is a group
+    whose rewards ask the run to stop.
     """
+    if group.stop:
+        return None
     scored = _scored_rollouts(group, _find_bad_rollouts(group))
     return why_left_out(scored, config) if scored and config.dynamic_sampling.filter else None
+
+
+def raise_if_stopped(groups: Iterable[RolloutGroup]) -> None:
+    """Raise StopBeforeUpdateError if a reward of these groups asks the run to stop."""
+    for group in groups:
+        if group.stop:
+            raise StopBeforeUpdateError(group.stop)
 
 
 def is_uniform(group: RolloutGroup) -> bool:

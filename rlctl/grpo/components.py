@@ -1,6 +1,6 @@
 """Components of a GRPO run: assembly makes them, and the loop uses them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlctl.data.cursor import TaskSource
@@ -9,6 +9,7 @@ from rlctl.generation.generator_pool import GeneratorPool
 from rlctl.grpo.critic import Critic
 from rlctl.preflight.declared_columns import Role
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.engine_judge import EngineJudge
 from rlctl.rollout.frozen_scores import FrozenScores
 from rlctl.rollout.model_rewards import ModelRewards
 from rlctl.rollout.runner import RolloutRunner
@@ -52,6 +53,8 @@ class GrpoComponents:
     critic: Critic | None
     # Models on engines that score, by role.
     frozen: Mapping[Role, FrozenScores]
+    # Judges that engines of the run serve.
+    judges: Sequence[EngineJudge]
     # Reward models; None without any.
     model_rewards: ModelRewards | None
     # Decodes tokens to text, including special tokens, for records.

@@ -98,6 +98,7 @@ def _rollout_record(
         "rewards": score.parts if score else {},
         "right": score.right if score and score.value is not None and score.parts else None,
         "failed": score.failed if score else None,
+        **({"reasons": score.reasons} if score and score.reasons else {}),
         "advantage": float(worth.mean()) if len(worth) else None,
         **varied,
         "versions": {str(version): int(count) for version, count in zip(versions, counts)},

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from rlctl.grpo.advantages.base import make_advantage
-from rlctl.grpo.batch import TrainingBatch, add_column, why_it_teaches_nothing
+from rlctl.grpo.batch import TrainingBatch, add_column, raise_if_stopped, why_it_teaches_nothing
 from rlctl.grpo.columns import LogProbs, begin_scores, models_of_sequences, score_by_models, score_on_engines
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.critic import write_with_critic
@@ -242,7 +242,9 @@ class GrpoLoop(Loop):
             return
         with parts.recorder.validation(self.done) as metrics:
             validation = Validation(self._config, parts.dispatcher, parts.runner, parts.score, parts.validation)
-            groups = self._value_held_out(validation.groups(self.done))
+            groups = validation.groups(self.done)
+            raise_if_stopped(groups)
+            groups = self._value_held_out(groups)
             metrics |= validation_metrics(groups)
         parts.recorder.warn_once("accuracy", find_unreached_accuracy(groups, self._config, self.done))
         parts.recorder.groups(
@@ -276,4 +278,6 @@ class GrpoLoop(Loop):
     def close(self) -> None:
         for scores in self._parts.frozen.values():
             scores.close()
+        for judge in self._parts.judges:
+            judge.close()
         self._buffer.close()

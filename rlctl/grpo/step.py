@@ -6,7 +6,7 @@ from functools import partial
 from itertools import chain
 
 from rlctl.grpo.advantages.base import Advantage
-from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
+from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch, raise_if_stopped
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import recorded_keys, step_records
 from rlctl.grpo.metrics import (
@@ -26,6 +26,8 @@ from rlctl.grpo.metrics import (
 )
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.refit.protocol import RefitReport
+from rlctl.rewards.judge.metric_rows import judge_metrics
+from rlctl.rewards.judge.sections import has_judge
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
 from rlctl.run.health import WEIGHT_VERSION
@@ -44,6 +46,7 @@ class GrpoStep:
         self._advantage = advantage
         self._config = settled.config
         self._async = settled.config.async_.enabled
+        self._has_judge = has_judge(settled.config.rewards)
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
         self.training = partial(self.phase, "train")
@@ -63,7 +66,11 @@ class GrpoStep:
         return self.phase("reward" if cause == "scores" else "generation")
 
     def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
-        """Return the groups' batch. It has no advantages yet if these read columns that are still to be computed."""
+        """Return the groups' batch. It has no advantages yet if these read columns that are still to be computed.
+
+        Raises StopBeforeUpdateError if a reward asks the run to stop.
+        """
+        raise_if_stopped(groups)
         with self.phase("advantage"):
             return make_batch(groups, self._config.grpo, self._advantage, self.version if self._async else None)
 
@@ -130,6 +137,8 @@ class GrpoStep:
             "train",
             lambda n, tokens: step_records(ended[:n], batch, parts.decode, recorded_keys(self._config, tokens)),
         )
+        if self._has_judge:
+            metrics |= judge_metrics(parts.score.scorer.take_counts())
         monitor = parts.monitor.read()
         times = self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)

@@ -105,7 +105,6 @@ class GrpoParts:
             name=device_name,
             flops=flops,
         )
-        monitor = self._monitor(placement.device, trainer)
         with ExitStack() as stack:
             dispatcher, runner = sampling.open(stack)
             frozen = sampling.open_scoring(dispatcher.events, stack)
@@ -119,9 +118,10 @@ class GrpoParts:
                 score=sampling.score,
                 recorder=session.recorder,
                 devices=devices,
-                monitor=monitor,
+                monitor=self._monitor(placement.device, trainer),
                 critic=self._make_critic(trainer),
                 frozen=frozen,
+                judges=sampling.open_judges(dispatcher.events, stack),
                 model_rewards=sampling.open_reward_models(trainer, frozen),
                 decode=sampling.decode,
                 program_metrics=sampling.scorer.programs.take_metrics,

@@ -142,7 +142,7 @@ def _start(
     session.depend_on(made_with(settled, Path(files.source)))
     processes = None
     if settled.sampling:
-        processes = user_processes(settled.sampling.config, session.logs, emit, stack)
+        processes = user_processes(settled.sampling.config, session.logs, session.run_dir.path, emit, stack)
     held_slots = stack.enter_context(runtime.slots(session, requested_resources(settled)))
     announce(session, held_slots.placement)
     role_facts = {name: role.facts for name, role in role_files.items()}

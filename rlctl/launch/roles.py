@@ -68,7 +68,7 @@ def _find_role(role: WrittenRole, settled: Settled, policy: ModelFiles, run_dir:
     is_adapter = facts.is_adapter and role.place != "engines"
     head: HeadKind = "value" if role.has_value_head else "causal"
     files = ModelFiles.prepare(section, folder, seed=0, merge=not is_adapter, base=base, head=head)
-    if not role.has_value_head:
+    if not role.has_value_head and not role.is_judge:
         problem = vocabulary_problem(Path(policy.chat), Path(files.chat), files.facts.sizes.vocab)
         if problem:
             raise ModelError(problem)

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.config.plugins import model_rewards
+from rlctl.config.plugins import model_rewards, served_judges
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.end_tokens import EndTokens
@@ -29,7 +29,7 @@ from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.roles import scoring_roles
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES
-from rlctl.preflight.written_roles import reward_role, written_roles
+from rlctl.preflight.written_roles import WrittenRole, reward_role, written_roles
 from rlctl.utils.event_loop import EventLoop
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 from rlctl.workers.user_logs import Emit
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rlctl.generation.generator_pool import GeneratorPool
     from rlctl.rewards.scorer import Scorer
     from rlctl.rollout.dispatcher import RolloutDispatcher
+    from rlctl.rollout.engine_judge import EngineJudge
     from rlctl.rollout.episode_setup import EpisodeSetup
     from rlctl.rollout.frozen_scores import FrozenScores
     from rlctl.rollout.model_rewards import ConversationEncoder, ModelRewards
@@ -52,10 +53,11 @@ _BESIDE_BYTES = 16 << 20
 
 
 def user_processes(
-    config: GrpoConfig, logs: Path, emit: Emit, stack: ExitStack
+    config: GrpoConfig, logs: Path, records: Path, emit: Emit, stack: ExitStack
 ) -> "tuple[Scorer, EnvironmentPool | None]":
     """Start the processes of rewards, and of environments if rollouts have several turns. `stack` ends them.
 
+    records: folder for the requests of judges.
     Call this before Ray starts, because Ray changes this process's environment variables.
     """
     from rlctl.rewards.scorer import Scorer
@@ -63,7 +65,14 @@ def user_processes(
 
     rewardless = not config.rewards and not config.has_turns
     scorer = stack.enter_context(
-        Scorer(config.rewards, logs, emit, episodes=config.environment.is_enabled, rewardless=rewardless)
+        Scorer(
+            config.rewards,
+            logs,
+            emit,
+            episodes=config.environment.is_enabled,
+            rewardless=rewardless,
+            records=records,
+        )
     )
     environments = stack.enter_context(environment_pool(config, logs, emit)) if config.has_turns else None
     return scorer, environments
@@ -87,6 +96,8 @@ class SamplingParts:
     pool: "GeneratorPool" = field(init=False)
     # Engines that score, by the role of their model.
     scoring: "dict[Role, GeneratorPool]" = field(default_factory=dict)
+    # Tokenizer and chat template of each judge that engines of the run serve, by role.
+    judge_chats: dict[Role, Chat] = field(default_factory=dict)
     # Encoders of the run's reward models, by the index of the reward.
     encoders: "dict[int, ConversationEncoder]" = field(default_factory=dict)
 
@@ -149,14 +160,18 @@ class SamplingParts:
     ) -> "Collection[GeneratorPool]":
         """Start the engines that score with frozen models, without waiting until they are ready; return their pools."""
         from rlctl.generation.generator_pool import GeneratorPool
-        from rlctl.launch.worker_specs import engine_spec, scoring_slots, scoring_spec
+        from rlctl.launch.worker_specs import engine_spec, judge_spec, scoring_slots, scoring_spec
 
         session = self.session
         config = self.config
         slots = list(allocation.placement.scoring)
         sampler = engine_spec(self.settled, self.files, self.ends.stops, allocation.placement)
         for role in scoring_roles(config):
-            spec = scoring_spec(sampler, role, role_files[role.name])
+            files = role_files[role.name]
+            if role.is_judge:
+                spec = judge_spec(sampler, role, files, self._load_judge_chat(role, files))
+            else:
+                spec = scoring_spec(sampler, role, files)
             own_slots = slots[: role.num_engines]
             del slots[: role.num_engines]
             pool = GeneratorPool(
@@ -171,6 +186,14 @@ class SamplingParts:
             )
             self.scoring[role.name] = pool
         return self.scoring.values()
+
+    def _load_judge_chat(self, role: WrittenRole, files: RoleFiles) -> tuple[int, ...]:
+        """Load a judge's tokenizer and chat template; return the ids that end its replies. Raises DataError."""
+        from rlctl.launch.reward_models import load_own_chat
+
+        chat = load_own_chat(Path(files.folder), files.tokenizer)
+        self.judge_chats[role.name] = chat
+        return chat.ends.stops
 
     def connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         """Set up the refit, which sends weights from trainer ranks to engines."""
@@ -217,6 +240,8 @@ class SamplingParts:
         top = term.num_top_tokens if term and gives_top(config) else 0
         frozen = {}
         for role, pool in self.scoring.items():
+            if role in self.judge_chats:
+                continue
             scores = FrozenScores(
                 RolloutDispatcher(pool, config.run, emit, events, waits_for_all=True),
                 config.run,
@@ -233,6 +258,23 @@ class SamplingParts:
             stack.callback(scores.close)
             frozen[role] = scores
         return frozen
+
+    def open_judges(self, events: EventLoop, stack: ExitStack) -> "list[EngineJudge]":
+        """Let the judges' engines answer the questions of their rewards. events: loop of the rollouts."""
+        from rlctl.rollout.dispatcher import RolloutDispatcher
+        from rlctl.rollout.engine_judge import EngineJudge
+
+        config = self.config
+        judges = []
+        for index in served_judges(config.rewards):
+            role = reward_role(index)
+            pool = self.scoring[role]
+            dispatcher = RolloutDispatcher(pool, config.run, self.session.events.emit, events, waits_for_all=True)
+            stack.callback(dispatcher.close)
+            judge = EngineJudge(dispatcher, role, self.judge_chats[role], pool.longest, config.run.seed)
+            self.scorer.connect_judge(index, judge)
+            judges.append(judge)
+        return judges
 
     def open_reward_models(
         self, trainer: "TrainerGroup", frozen: "Mapping[Role, FrozenScores]"

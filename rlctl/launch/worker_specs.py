@@ -196,6 +196,12 @@ def scoring_spec(sampler: EngineSpec, role: WrittenRole, files: RoleFiles) -> En
     )
 
 
+def judge_spec(sampler: EngineSpec, role: WrittenRole, files: RoleFiles, stops: tuple[int, ...]) -> EngineSpec:
+    """Return the spec of the engines that serve a judge. stops: ids of the tokens that end its replies."""
+    spec = scoring_spec(sampler, role, files)
+    return replace(spec, stop_token_ids=stops, top_p=1.0, top_k=0, scores=False)
+
+
 def scoring_slots(
     settled: SettledGrpo, slots: Sequence[PlacementSlot], allocation: Allocation, waits: Waits
 ) -> list[EngineSlot]:

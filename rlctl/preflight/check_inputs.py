@@ -115,6 +115,7 @@ def check_reward(reward: AnyRewardSection) -> Iterator[tuple[str, str]]:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"
                 yield "pattern", f"has no group: {advice}, not {shorten(reward.pattern)}"
+    yield from reward.problems()
     message = missing_plugin(reward.name, REWARDS, "function")
     if not message and reward.name == "reasoning_gym":
         message = missing_library()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlctl.config.fields import RECIPE
-from rlctl.config.plugins import model_rewards
+from rlctl.config.plugins import model_rewards, served_judges
 from rlctl.config.schema import SftConfig
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
@@ -39,7 +39,7 @@ def check_recipe(settled: SettledSft, away: bool) -> Violations:
     # The recipe with the SFT run's values for the keys of `_OWN`.
     sampled = sampling.config
     checks = [check_lengths(sampling), check_chat(sampled), check_validation(sampled), check_data(sampled)]
-    for index in model_rewards(sampled.rewards):
+    for index in sorted([*model_rewards(sampled.rewards), *served_judges(sampled.rewards)]):
         message = "must be another reward: an SFT run has no place for a reward model; set rewards of functions"
         yield Violation(f"{RECIPE}.rewards.{index}.name", message)
     checks += [check_rewards(sampled), check_environment(sampled, settled.facts), check_engines(sampling, away)]

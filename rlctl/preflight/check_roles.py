@@ -175,9 +175,9 @@ def _check_engines(settled: SettledGrpo, role: WrittenRole, facts: RoleFacts) ->
     """Find a role that engines cannot score."""
     key = f"{role.name}.place"
     engine = settled.config.generation.engine
-    if not is_teacher(role.name) and not role.has_value_head:
+    if not (is_teacher(role.name) or role.has_value_head or role.is_judge):
         yield Violation(key, f"must be auto, swapped or resident: engines do not score with the {role.name}")
-    elif settled.machine.device is not None and facts.sizes is not None and role.path is not None:
+    elif not role.is_judge and settled.machine.device is not None and facts.sizes is not None and role.path is not None:
         refusal = engine_rules(engine).find_refusal(settled.machine.device, role.path, facts.sizes)
         if refusal is not None:
             yield Violation(key, f"generation.engine={engine.name} cannot score it: {refusal}", (f"{role.name}.path",))
@@ -213,7 +213,7 @@ def _check_model(settled: Settled, role: WrittenRole) -> Violations:
         if role.has_value_head:
             if problem := head_problem(file.parent, "value"):
                 yield Violation(key, problem)
-        elif problem := role_vocabulary_problem(settled, role):
+        elif not role.is_judge and (problem := role_vocabulary_problem(settled, role)):
             yield Violation(key, problem, ("model.path",))
     except ModelError as error:
         yield Violation(key, str(error))

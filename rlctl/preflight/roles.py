@@ -32,7 +32,14 @@ from rlctl.preflight.declared_columns import (
 from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import scoring_bytes, show_bytes
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Choice, Dtype, TeacherUse, TrainerSettings
-from rlctl.preflight.written_roles import WrittenRole, longest_sequence_of, reward_models, reward_role, written_roles
+from rlctl.preflight.written_roles import (
+    WrittenRole,
+    judges_on_engines,
+    longest_sequence_of,
+    reward_models,
+    reward_role,
+    written_roles,
+)
 
 TEACHER: Role = "teacher"
 # Bytes/s of a copy between device and host (H200, bench/README.md), and within the memory of a CPU.
@@ -130,7 +137,7 @@ class Room:
 
 
 def read_roles(config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles besides the policy that a loss or an advantage reads, and the reward models."""
+    """Return the roles besides the policy that a loss or an advantage reads, the reward models and the judges."""
     roles: list[Role] = []
     if reads_divergence(config):
         roles.append(TEACHER)
@@ -139,7 +146,7 @@ def read_roles(config: RunConfig) -> tuple[Role, ...]:
             roles += [f"teachers.{name}" for name in config.teachers]
         elif role not in ("policy", CRITIC):
             roles.append(role)
-    roles += map(reward_role, reward_models(config))
+    roles += map(reward_role, sorted([*reward_models(config), *judges_on_engines(config)]))
     return tuple(dict.fromkeys(roles))
 
 

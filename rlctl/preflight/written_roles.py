@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from rlctl.config.grpo_schema import ModelRewardSection
-from rlctl.config.plugins import model_rewards
+from rlctl.config.grpo_schema import ModelRewardSection, ServedJudgeSection
+from rlctl.config.plugins import model_rewards, served_judges
 from rlctl.config.role_schema import Place, RoleSection, TeacherSection
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.declared_columns import Role
+
+# Most tokens of a question to a judge and its reply, if `max_length` is null.
+_LONGEST_JUDGED = 8192
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class WrittenRole:
     tensor_parallel_size: int = 1
     # True for a reward model, whose value head values rollouts.
     has_value_head: bool = False
-    # Most tokens of a conversation that a reward model values; None for the default.
+    # True for a judge, which answers questions in its own tokens.
+    is_judge: bool = False
+    # Most tokens of a conversation that a reward model values or a judge reads and writes; None for the default.
     max_length: int | None = None
 
     @property
@@ -63,13 +68,27 @@ def written_roles(config: RunConfig) -> dict[Role, WrittenRole]:
             has_value_head=True,
             max_length=reward.max_length,
         )
+    for index, judge in judges_on_engines(config).items():
+        name = reward_role(index)
+        roles[name] = WrittenRole(
+            name,
+            judge.path,
+            lora=None,
+            place="engines",
+            num_engines=judge.num_engines,
+            tensor_parallel_size=judge.tensor_parallel_size,
+            is_judge=True,
+            max_length=judge.max_length,
+        )
     return roles
 
 
 def longest_sequence_of(role: WrittenRole, sizes: ModelSizes, policy_longest: int) -> int:
     """Return the most tokens of a sequence that a role's model scores. policy_longest: of the policy's sequences."""
     longest = policy_longest
-    if role.has_value_head:
+    if role.is_judge:
+        longest = role.max_length or _LONGEST_JUDGED
+    elif role.has_value_head:
         # Another tokenizer may need more tokens for the same text.
         longest = role.max_length or 2 * policy_longest
     return min(longest, sizes.max_positions)
@@ -80,6 +99,11 @@ def reward_models(config: RunConfig) -> dict[int, ModelRewardSection]:
     return model_rewards(config.rewards) if isinstance(config, GrpoConfig) else {}
 
 
+def judges_on_engines(config: RunConfig) -> dict[int, ServedJudgeSection]:
+    """Return index -> section of the entries of `rewards` that engines of the run judge; none in an SFT run."""
+    return served_judges(config.rewards) if isinstance(config, GrpoConfig) else {}
+
+
 def reward_role(index: int) -> Role:
-    """Return the role of the reward model that is the entry `index` of `rewards`."""
+    """Return the role of the reward model or judge that is the entry `index` of `rewards`."""
     return f"rewards.{index}"

@@ -26,7 +26,8 @@ def work(connection: socket.socket) -> None:
             rewards.append(load_reward(section))
         except RewardError as error:
             problems.append((index, str(error)))
-    connection.sendall(json.dumps({"problems": problems}).encode() + b"\n")
+    forms = [reward.form for reward in rewards]
+    connection.sendall(json.dumps({"problems": problems, "forms": forms}).encode() + b"\n")
     pid = os.getpid()
     while not problems:
         try:

@@ -4,12 +4,15 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from rlctl.config.grpo_schema import AnyRewardSection, ModelRewardSection, ProgramRewardSection
 from rlctl.config.plugins import REWARDS
-from rlctl.rewards.base import NEEDS_EPISODE, Reward, RewardError, RewardInput
+from rlctl.rewards.base import NEEDS_EPISODE, Form, Reward, RewardError, RewardInput
+from rlctl.rewards.judge.sections import JudgeSection
 from rlctl.utils.user_code import defined_at, import_error, load_module
 from rlctl.workers.named_reward import (
     NamedRewardError,
@@ -26,9 +29,10 @@ from rlctl.workers.named_reward import (
 _LAST_TURN_REWARDS = ("math_verify", "reasoning_gym")
 
 
-def load_reward(section: AnyRewardSection) -> Reward:
+def load_reward(section: AnyRewardSection, records: Path | None = None) -> Reward:
     """Return a built-in reward, or the user's function named as `module:function` or `path.py:function`.
 
+    records: file of a judge's requests; None: nothing outlives the process.
     Raises RewardError if there is no such function, or if it cannot be called as a reward.
     """
     if isinstance(section, ModelRewardSection | ProgramRewardSection):
@@ -36,7 +40,11 @@ def load_reward(section: AnyRewardSection) -> Reward:
     if section.name not in REWARDS:
         return _load_user_reward(section.name)
     module, _, name = REWARDS[section.name].partition(":")
-    function = getattr(importlib.import_module(module), name)(section)
+    build = getattr(importlib.import_module(module), name)
+    if isinstance(section, JudgeSection):
+        judge: Reward = build(section, records)
+        return judge
+    function = build(section)
     if section.name in _LAST_TURN_REWARDS:
         return Reward.of_last_turn(function)
     return Reward.of_function(function)
@@ -65,17 +73,31 @@ def _load_user_reward(name: str) -> Reward:
     is_async = inspect.iscoroutinefunction(function)
     if not is_async and inspect.iscoroutinefunction(vars(type(function)).get("__call__")):
         raise RewardError(f"is an object whose __call__ is async{where}: write def __call__, or an async def function")
+    if _takes_group(function):
+        if not is_async:
+            raise RewardError(f"takes a group and is no coroutine{where}: write async def, with `group` alone")
+        return Reward(function, function, may_abstain=True, form="group")
+    form: Form = "coroutine" if is_async else "plain"
     if is_verl(function):
-        return Reward(function, partial(_call_as_verl, function))
+        return Reward(function, partial(_await_as_verl if is_async else _call_as_verl, function), form=form)
     if is_named(function):
-        return Reward(function, partial(_call_by_names, function), may_abstain=True)
+        call_by_names = partial(_await_by_names if is_async else _call_by_names, function)
+        return Reward(function, call_by_names, may_abstain=True, form=form)
     try:
         inspect.signature(function).bind("prompt", "completion", "answer", {})
     except TypeError as error:
         raise RewardError(f"wrong signature{where}: it must take (prompt, completion, answer, row); {error}") from error
-    if not is_async:
-        return Reward.of_function(function)
-    return Reward(function, lambda item: _await_result(function(item.prompt, item.completion, item.answer, item.row)))
+    return replace(Reward.of_function(function), form=form)
+
+
+def _takes_group(function: Callable[..., Any]) -> bool:
+    """Return True if a parameter `group` is the only one that a function needs."""
+    try:
+        parameters = inspect.signature(function).parameters
+        inspect.signature(function).bind(group=[])
+    except (TypeError, ValueError):
+        return False
+    return "group" in parameters
 
 
 def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | None:
@@ -84,16 +106,27 @@ def _call_by_names(function: Callable[..., Any], item: RewardInput) -> float | N
     Raises RewardError if an argument is missing, if the result is no number, or if the function takes `environments`,
     which exist only in an episode.
     """
+    result = _await_result(function(**_arguments_by_names(function, item)))
+    with _as_reward_errors():
+        return named_value(function, result)
+
+
+async def _await_by_names(function: Callable[..., Any], item: RewardInput) -> float | None:
+    """Await a coroutine function that `_call_by_names` would call. Raises the same errors."""
+    result = await function(**_arguments_by_names(function, item))
+    with _as_reward_errors():
+        return named_value(function, result)
+
+
+def _arguments_by_names(function: Callable[..., Any], item: RewardInput) -> dict[str, list[Any]]:
+    """Return the keyword arguments that TRL passes. Raises RewardError."""
     if takes_environments(function):
         raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
     # As in TRL, a function gets messages if the prompt is a chat, else texts.
     prompt: object = item.prompt_messages or item.prompt
     completion: object = item.completion_messages if item.prompt_messages else item.completion
     with _as_reward_errors():
-        arguments = named_arguments(function, {**item.row, "prompts": prompt, "completions": completion})
-    result = _await_result(function(**arguments))
-    with _as_reward_errors():
-        return named_value(function, result)
+        return named_arguments(function, {**item.row, "prompts": prompt, "completions": completion})
 
 
 def _call_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
@@ -101,6 +134,15 @@ def _call_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
     with _as_reward_errors():
         arguments = verl_arguments(function, item.completion, item.answer, item.row)
     result = _await_result(function(**arguments))
+    with _as_reward_errors():
+        return verl_value(function, result)
+
+
+async def _await_as_verl(function: Callable[..., Any], item: RewardInput) -> float:
+    """Await a coroutine function that `_call_as_verl` would call. Raises RewardError."""
+    with _as_reward_errors():
+        arguments = verl_arguments(function, item.completion, item.answer, item.row)
+    result = await function(**arguments)
     with _as_reward_errors():
         return verl_value(function, result)
 
@@ -114,7 +156,7 @@ def _as_reward_errors() -> Iterator[None]:
 
 
 def _await_result(result: Any) -> Any:
-    """Return a plain result unchanged. Run a coroutine to its end, and return its result."""
+    """Return a plain result unchanged. Run a coroutine that a plain function returned, and return its result."""
     return _runner().run(result) if inspect.iscoroutine(result) else result
 
 

@@ -11,10 +11,10 @@ process is replaced.
 import math
 import reprlib
 import signal
-from typing import Any
+from typing import Any, get_args
 
 from rlctl.config.grpo_schema import AnyRewardSection, RewardSection
-from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError
+from rlctl.rewards.base import Form, Outcome, RewardFailure, RewardInput, UnusableError
 from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shorten_text
 from rlctl.workers.guarded_process import BadReply, Channel, GuardedProcess
 
@@ -24,9 +24,9 @@ SEND_TIMEOUT_S = 60.0
 # Most bytes of a reply. JSON escapes a character as 6 bytes, and a character beyond the basic plane as 12.
 MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
 _ENDED = "ended its process"
-_TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
-_NOT_TAKEN = RewardFailure("could not be asked", detail="its process took no request")
-_FOREIGN = "wrote to a file descriptor that is not its own"
+TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
+NOT_TAKEN = RewardFailure("could not be asked", detail="its process took no request")
+FOREIGN = "wrote to a file descriptor that is not its own"
 
 
 class RewardWorker:
@@ -39,6 +39,8 @@ class RewardWorker:
         self._sections = sections
         self._process = GuardedProcess("rlctl.rewards.child", MAX_REPLY, output)
         self._calls = 0
+        # Form of each reward, known after the first `start`.
+        self.forms: list[Form] = []
 
     def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         """Score items by the reward with index `reward`; return one outcome for each item, in order.
@@ -52,7 +54,7 @@ class RewardWorker:
             try:
                 outcomes += self._call(self.start(), reward, items[len(outcomes) :])
                 # The item is not the cause, so it is tried once more: the end of a job sends SIGTERM to all processes.
-                if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and last_retried != len(outcomes):
+                if outcomes[-1] in (TERMINATED, NOT_TAKEN) and last_retried != len(outcomes):
                     last_retried = len(outcomes)
                     outcomes.pop()
             except UnusableError as error:
@@ -71,15 +73,17 @@ class RewardWorker:
         channel = self._process.start()
         try:
             channel.send(self._sections, START_TIMEOUT_S)
-            reasons = _read_problems(channel.reply(START_TIMEOUT_S))
+            reply = channel.reply(START_TIMEOUT_S)
+            reasons = _read_problems(reply)
             if not reasons:
+                self.forms = _read_forms(reply, len(self._sections))
                 return channel
         except TimeoutError:
             reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
         except (EOFError, ConnectionError):
             reasons = [(None, f"a reward ended its process while loading: {self._process.ending()}")]
         except BadReply:
-            reasons = [(None, f"a reward {_FOREIGN} while loading")]
+            reasons = [(None, f"a reward {FOREIGN} while loading")]
         self.stop()
         raise UnusableError(reasons, self._sections)
 
@@ -103,7 +107,7 @@ class RewardWorker:
             channel.send((self._calls, reward, items), SEND_TIMEOUT_S)
         except (TimeoutError, ConnectionError):
             self.stop()
-            return [_NOT_TAKEN]
+            return [NOT_TAKEN]
         except Exception as error:  # a value that pickle refuses, such as one nested too deep: nothing was sent
             # Halve the items until the bad one is alone. The caller sends the rest in another call.
             if len(items) > 1:
@@ -117,18 +121,26 @@ class RewardWorker:
             outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
         except BadReply as error:
             self.stop()
-            outcomes.append(RewardFailure(_FOREIGN, detail=shorten_text(str(error))))
+            outcomes.append(RewardFailure(FOREIGN, detail=shorten_text(str(error))))
         except (EOFError, ConnectionError):
-            outcomes.append(RewardFailure(_ENDED, detail=self._process.ending()))
+            outcomes.append(ended_failure(self._process.ending()))
         return outcomes
 
 
 def _read_problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
     """Return (index, reason) for each reward that the child could not load. Raises BadReply."""
     try:
-        return [(int(index), _check_text(reason)) for index, reason in reply["problems"]]
+        return [(int(index), check_text(reason)) for index, reason in reply["problems"]]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadReply("a reply that lists no problems") from error
+
+
+def _read_forms(reply: dict[str, Any], count: int) -> list[Form]:
+    """Return the form of each reward. Raises BadReply."""
+    forms = reply.get("forms")
+    if not isinstance(forms, list) or len(forms) != count or not set(forms) <= set(get_args(Form)):
+        raise BadReply("a reply without the rewards' forms")
+    return forms
 
 
 def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
@@ -136,10 +148,9 @@ def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     if (reply.get("call"), reply.get("item")) != (call, item):
         other_call = reprlib.repr(reply.get("call"))
         other_item = reprlib.repr(reply.get("item"))
-        raise BadReply(_check_text(f"a reply to call {other_call}, item {other_item}"))
+        raise BadReply(check_text(f"a reply to call {other_call}, item {other_item}"))
     if isinstance(failure := reply.get("failure"), dict):
-        texts = {key: _check_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")}
-        return RewardFailure(**texts)
+        return read_failure(failure)
     value = reply.get("value", math.nan)
     if value is None:
         return None
@@ -148,7 +159,18 @@ def _read_outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
     return value
 
 
-def _check_text(text: object) -> str:
+def read_failure(reply: dict[str, Any]) -> RewardFailure:
+    """Return the failure in a reply. Raises BadReply."""
+    texts = {key: check_text(reply.get(key, "")) for key in ("kind", "where", "detail", "trace")}
+    return RewardFailure(**texts, stops_run=reply.get("stops_run") is True)
+
+
+def ended_failure(ending: str) -> RewardFailure:
+    """Return the failure of a rollout during which the process ended. ending: text on how it ended."""
+    return RewardFailure(_ENDED, detail=ending)
+
+
+def check_text(text: object) -> str:
     """Return a text of the child without lone surrogates, which no file can encode. Raises BadReply for no text."""
     if not isinstance(text, str):
         raise BadReply("a reply whose text is none")

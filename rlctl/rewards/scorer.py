@@ -9,15 +9,29 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from queue import LifoQueue
 from types import MappingProxyType
 
 from rlctl.config.grpo_schema import AnyRewardSection, ProgramRewardSection, RewardSection
-from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, model_rewards, reward_names
-from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
+from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, model_rewards, reward_names, served_judges
+from rlctl.rewards.base import (
+    NEEDS_EPISODE,
+    Form,
+    Outcome,
+    ReasonedValue,
+    RewardFailure,
+    RewardInput,
+    UnusableError,
+    attempt,
+)
+from rlctl.rewards.coroutine_calls import Answerer
+from rlctl.rewards.coroutine_worker import CoroutineWorker
+from rlctl.rewards.judge.sections import JudgeSection
 from rlctl.rewards.load_rewards import load_reward
 from rlctl.rewards.programs.program_tests import ProgramRewards
 from rlctl.rewards.reward_process import RewardWorker
@@ -50,6 +64,10 @@ class Score:
     right: bool
     # Reward name -> its weight in the sum. A part without a weight here has weight 1.
     weights: dict[str, float] = field(default_factory=dict)
+    # Reward name -> the reason that a judge gave.
+    reasons: dict[str, str] = field(default_factory=dict)
+    # Reason why the run must stop before it trains on this rollout's step; None if it need not.
+    stop: str | None = None
 
 
 class Scorer:
@@ -58,7 +76,8 @@ class Scorer:
     logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None
     means standard error. emit: writes an event at the first failure of each cause. episodes: rollouts are episodes of
     environments, whose processes call the reward functions with a parameter `environments`. rewardless: nothing judges
-    a rollout, and each has the value 0. open_sandbox: opens the sandbox of `python_tests` at its first use.
+    a rollout, and each has the value 0. open_sandbox: opens the sandbox of `python_tests` at its first use. records:
+    folder for the requests of judges, by the name of each; None: nothing outlives the scorer.
     """
 
     def __init__(
@@ -70,12 +89,16 @@ class Scorer:
         episodes: bool = False,
         rewardless: bool = False,
         open_sandbox: Callable[[], Sandbox] = open_run_sandbox,
+        records: Path | None = None,
     ) -> None:
         self._sections = list(sections)
         # Indices of the reward models. `score` leaves their values open, and `complete` adds them.
         self._model_indices = {*model_rewards(sections)}
+        # Indices of the judges whose engines have not started. They judge nothing until then.
+        self._unconnected = {*served_judges(sections)}
         self._episodes = episodes
         self._is_rewardless = rewardless
+        self._records = records
         # Indices of the rewards that the environments' processes call.
         self._called_by_environments: set[int] = set()
         # Names of the rewards that environments gave so far.
@@ -94,17 +117,28 @@ class Scorer:
         self._idle: LifoQueue[RewardWorker] = LifoQueue()
         self.programs = ProgramRewards(self._sections, open_sandbox)
         self.workers = [RewardWorker(self._sections, self._log.descriptor if self._log else None) for _ in range(size)]
-        for worker in self.workers:
+        for worker in reversed(self.workers):
             self._idle.put(worker)
+        self._forms: list[Form] = []
+        # Index of a coroutine reward -> its process.
+        self.coroutine_workers: dict[int, CoroutineWorker] = {}
+        self._forms_lock = threading.Lock()
 
-    def score(self, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]] = ()) -> list[Score]:
+    def score(
+        self,
+        items: list[RewardInput],
+        environment_values: Sequence[Mapping[str, float]] = (),
+        group_sizes: Sequence[int] = (),
+    ) -> list[Score]:
         """Return one score for each item, in order. Never raises an error of a reward.
 
+        group_sizes: number of items of each task, in order. By default each item is a task's only one.
         environment_values: for each item, the values by name that its environment gave. A name of a reward that the
         environment calls is this reward's value. Any other name is a further part of the sum, of weight 1.
         """
         environment_values = environment_values or [{}] * len(items)
-        by_reward = [self._score_by(index, items, environment_values) for index in range(len(self._sections))]
+        sizes = group_sizes or [1] * len(items)
+        by_reward = self._score_by_each(items, environment_values, sizes)
         by_item = zip(*by_reward, strict=True) if by_reward else [()] * len(items)
         called_names = {self._sections[index].name for index in self._called_by_environments}
         scores = []
@@ -117,14 +151,14 @@ class Scorer:
     def complete(self, score: Score, outcomes: Mapping[str, Outcome]) -> Score:
         """Return a score of `score` with the outcomes of all reward models, by name. A failed score stays failed."""
         if score.failed:
-            values = {name: None if isinstance(part, RewardFailure) else part for name, part in outcomes.items()}
+            values = {name: part if isinstance(part, float) else None for name, part in outcomes.items()}
             for name, outcome in outcomes.items():
                 if isinstance(outcome, RewardFailure):
                     self.failures.add(name, outcome)
             return replace(score, parts=score.parts | values)
         all_outcomes = [outcomes[name] if name in outcomes else score.parts.get(name) for name in self.names]
         further_parts = {name: part or 0.0 for name, part in score.parts.items() if name not in self.names}
-        return self._combine(all_outcomes, further_parts)
+        return replace(self._combine(all_outcomes, further_parts), reasons=score.reasons)
 
     def _leave_open(self, score: Score) -> Score:
         """Return a score without a value, and without parts of the reward models."""
@@ -134,20 +168,26 @@ class Scorer:
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with one line for each reward that fails."""
-        in_processes = [isinstance(section, RewardSection) and section.name not in INLINE for section in self._sections]
+        in_processes = [
+            isinstance(section, RewardSection) and section.name not in INLINE and not isinstance(section, JudgeSection)
+            for section in self._sections
+        ]
         if any(in_processes):
             self.workers[0].start()
-        outcomes = [self._score_by(index, [item], [{}])[0] for index in range(len(self._sections))]
+        outcomes = [outcomes[0] for outcomes in self._score_by_each([item], [{}], [1])]
         problems: list[tuple[int | None, str]] = []
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, RewardFailure):
                 problems.append((index, str(outcome)))
         if problems:
             raise UnusableError(problems, self._sections)
-        score = self._combine(outcomes, may_wait=self._episodes or bool(self._model_indices))
+        may_wait = self._episodes or bool(self._model_indices) or bool(self._unconnected)
+        score = self._combine(outcomes, may_wait=may_wait)
         return self._leave_open(score) if self._model_indices else score
 
     def close(self) -> None:
+        for coroutine_worker in self.coroutine_workers.values():
+            coroutine_worker.stop()
         self._threads.shutdown()
         for worker in self.workers:
             worker.stop()
@@ -161,17 +201,71 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def connect_judge(self, index: int, answerer: Answerer) -> None:
+        """Let engines of the run answer the questions of the judge that is the reward `index`."""
+        self._coroutine_worker(index).answerer = answerer
+        self._unconnected.discard(index)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return counts by name that rewards reported since the last call, such as the calls of a judge."""
+        totals: dict[str, float] = {}
+        for worker in self.coroutine_workers.values():
+            for name, count in worker.take_counts().items():
+                totals[name] = totals.get(name, 0.0) + count
+        return totals
+
+    def _score_by_each(
+        self, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]], group_sizes: Sequence[int]
+    ) -> list[list[Outcome]]:
+        """Return the outcomes of each reward. Coroutine rewards run at the same time as all others."""
+        coroutine_indices = {index for index in range(len(self._sections)) if self._form_of(index) != "plain"}
+        with ThreadPoolExecutor(max(1, len(coroutine_indices))) as threads:
+            pending = {
+                index: threads.submit(self._score_by, index, items, environment_values, group_sizes)
+                for index in coroutine_indices
+            }
+            by_reward = {
+                index: self._score_by(index, items, environment_values, group_sizes)
+                for index in range(len(self._sections))
+                if index not in coroutine_indices
+            }
+            by_reward |= {index: outcomes.result() for index, outcomes in pending.items()}
+        return [by_reward[index] for index in range(len(self._sections))]
+
+    def _form_of(self, index: int) -> Form:
+        """Return the form of a reward. The first call for a user's function starts a process that loads all rewards.
+
+        If they cannot be loaded, the form is plain: the process that scores then reports the failure.
+        """
+        section = self._sections[index]
+        if isinstance(section, JudgeSection):
+            return section.form
+        if ":" not in section.name:
+            return "plain"
+        with self._forms_lock:
+            if not self._forms:
+                worker = self._idle.get()
+                with suppress(UnusableError):
+                    worker.start()
+                self._idle.put(worker)
+                self._forms = worker.forms
+        return self._forms[index] if self._forms else "plain"
+
     def _score_by(
-        self, index: int, items: list[RewardInput], environment_values: Sequence[Mapping[str, float]]
+        self,
+        index: int,
+        items: list[RewardInput],
+        environment_values: Sequence[Mapping[str, float]],
+        group_sizes: Sequence[int],
     ) -> list[Outcome]:
         """Return the outcomes of one reward: from calls of the reward, or from the values that environments gave.
 
-        A reward model judges nothing here.
+        A reward model judges nothing here, and neither does a judge whose engines have not started.
         """
-        if index in self._model_indices:
+        if index in self._model_indices or index in self._unconnected:
             return [None] * len(items)
         if index not in self._called_by_environments:
-            outcomes = self._run_reward(index, items)
+            outcomes = self._run_reward(index, items, group_sizes)
             kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, RewardFailure)}
             if not self._episodes or NEEDS_EPISODE not in kinds:
                 return outcomes
@@ -179,17 +273,29 @@ class Scorer:
             self._called_by_environments.add(index)
         return [values.get(self._sections[index].name) for values in environment_values]
 
-    def _run_reward(self, index: int, items: list[RewardInput]) -> list[Outcome]:
+    def _run_reward(self, index: int, items: list[RewardInput], group_sizes: Sequence[int]) -> list[Outcome]:
         if self._sections[index].name in INLINE:
             reward = load_reward(self._sections[index])
             return [attempt(reward, item) for item in items]
         if isinstance(self._sections[index], ProgramRewardSection):
             return self.programs.score(index, items, self._threads.map)
-        chunks = [items[start : start + ITEMS_PER_CALL] for start in range(0, len(items), ITEMS_PER_CALL)]
-        outcomes: list[Outcome] = []
-        for chunk_outcomes in self._threads.map(partial(self._score_in_worker, index), chunks):
-            outcomes += chunk_outcomes
-        return outcomes
+        form = self._form_of(index)
+        if form == "plain":
+            chunks = _split_items(items, [ITEMS_PER_CALL] * -(-len(items) // ITEMS_PER_CALL))
+            return list(chain.from_iterable(self._threads.map(partial(self._score_in_worker, index), chunks)))
+        sizes = group_sizes if form == "group" else [1] * len(items)
+        return list(chain.from_iterable(self._coroutine_worker(index).score(_split_items(items, sizes))))
+
+    def _coroutine_worker(self, index: int) -> CoroutineWorker:
+        """Return the worker of a coroutine reward."""
+        section = self._sections[index]
+        assert isinstance(section, RewardSection)
+        with self._forms_lock:
+            if index not in self.coroutine_workers:
+                records = self._records / f"{self.names[index]}.jsonl" if self._records else None
+                output = self._log.descriptor if self._log else None
+                self.coroutine_workers[index] = CoroutineWorker(section, output, records)
+            return self.coroutine_workers[index]
 
     def _score_in_worker(self, index: int, items: list[RewardInput]) -> list[Outcome]:
         worker = self._idle.get()
@@ -216,10 +322,14 @@ class Scorer:
         further_parts = self._limit_names(unique_parts)
         parts: dict[str, float | None] = {}
         failures: dict[str, RewardFailure] = {}
+        reasons: dict[str, str] = {}
         for name, outcome in zip(self.names, outcomes, strict=True):
             if isinstance(outcome, RewardFailure):
                 failures[name] = outcome
                 parts[name] = None
+            elif isinstance(outcome, ReasonedValue):
+                parts[name] = outcome.value
+                reasons[name] = outcome.reason
             else:
                 parts[name] = outcome
         is_judged = bool(further_parts) or any(part is not None for part in parts.values())
@@ -240,7 +350,8 @@ class Scorer:
             self.failures.add(name, failure)
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
-            return Score(None, parts, reason, right=False)
+            stops = [f"{name}: {failure}" for name, failure in failures.items() if failure.stops_run]
+            return Score(None, parts, reason, right=False, reasons=reasons, stop=stops[0] if stops else None)
         if further_parts and not self._has_correct_at:
             deciding_value: float | None = sum(further_parts.values())
         else:
@@ -249,7 +360,7 @@ class Scorer:
             if deciding_value is None and not self._has_correct_at:
                 deciding_value = next((part for part in parts.values() if part is not None), None)
         is_right = (deciding_value or 0.0) >= self._correct_at - 1e-9
-        return Score(value=value, parts=parts, failed=None, right=is_right, weights=self._weights)
+        return Score(value, parts, failed=None, right=is_right, weights=self._weights, reasons=reasons)
 
     def _limit_names(self, parts: dict[str, float]) -> dict[str, float]:
         """Return an environment's parts by name. Parts whose names exceed `MAX_NAMES` are added up as `OTHER_NAMES`."""
@@ -268,3 +379,10 @@ class Scorer:
                     f"{name!r}, are added up as {OTHER_NAMES!r}",
                 )
         return limited_parts
+
+
+def _split_items(items: list[RewardInput], sizes: Sequence[int]) -> list[list[RewardInput]]:
+    """Return consecutive parts of the items, without empty ones. sizes: of the parts; the last one may be shorter."""
+    remaining = iter(items)
+    parts = [list(islice(remaining, size)) for size in sizes]
+    return [part for part in parts if part]

@@ -31,6 +31,8 @@ from rlctl.utils.event_loop import wait_until_set
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
+# Most calls of `score` at a time, each on its thread. Other groups end while a judge takes seconds for one.
+_MAX_SCORING = 16
 # Returns the reason why a scored group teaches nothing and is replaced; None if the group is kept.
 WhyNothing = Callable[[RolloutGroup], str | None]
 # Takes groups of the step and returns them; returns None if the step must wait for further groups.
@@ -89,9 +91,9 @@ class RolloutBuffer:
         # Seconds that the current step waited.
         self._waited = 0.0
         self._step_began = self._events.now()
-        # Set when a group has changed its state, or an engine was lost.
+        # Set when a group has changed its state or an engine was lost.
         self._changed = dispatcher.news
-        self._is_scoring = False
+        self._num_scoring = 0
         self._is_admitting = False
         self._is_closed = False
         # True if a group was dropped since the last step. A hanging engine may still be sampling its rollouts.
@@ -199,13 +201,9 @@ class RolloutBuffer:
         """
 
         def read_state() -> tuple[dict[str, Any], dict[int, list[Rollout]]]:
-            groups = {
-                **self._groups.state_dict(),
-                "prefetch": self._prefetch.target,
-                "refill": self._refill.state_dict(),
-            }
-            ready = {group.number: list(group.rollouts.values()) for group in self._groups.in_state(GroupState.READY)}
-            return {"groups": groups, "cursor": self._source.cursor.state_dict()}, ready
+            groups = {**self._groups.state_dict(), "refill": self._refill.state_dict()}
+            groups["prefetch"] = self._prefetch.target
+            return {"groups": groups, "cursor": self._source.cursor.state_dict()}, self._groups.saved_rollouts()
 
         state, ready = self._events.ask(read_state)
         return state, lambda folder: save_groups(folder, ready)
@@ -366,18 +364,18 @@ class RolloutBuffer:
             self._lengths += [ended.num_sampled for ended in group.rollouts.values() if ended.rows]
             self._groups.mark_sampled(group.number)
             self._changed.set()
-            if not self._is_scoring:
-                self._is_scoring = True
+            if self._num_scoring < _MAX_SCORING:
+                self._num_scoring += 1
                 self._events.spawn(self._score_sampled())
 
     async def _score_sampled(self) -> None:
-        """Score all SAMPLED groups together, which keeps the reward workers busy; repeat until none is SAMPLED."""
-        while not self._is_closed and (records := self._groups.in_state(GroupState.SAMPLED)):
+        """Score the SAMPLED groups that no other call scores; repeat until there is none."""
+        while not self._is_closed and (records := self._groups.begin_scoring()):
             groups = [record.rollout_group() for record in records]
             scored_groups = await self._events.in_thread("scoring", partial(self._score, groups))
             if self._note_scores(records, scored_groups) and not self._is_closed:
                 self._admit()
-        self._is_scoring = False
+        self._num_scoring -= 1
 
     def _note_scores(self, records: list[GroupRecord], scored_groups: list[RolloutGroup]) -> bool:
         """Store the scores and move the groups to READY or FILTERED; return True if any is FILTERED."""

@@ -85,6 +85,8 @@ class GroupRecord:
     reason: str = ""
     # Time at which its rollouts were begun, seconds of the event loop's clock.
     began: float = 0.0
+    # True if the group is SAMPLED and its scores are being computed.
+    is_in_scoring: bool = False
     # Rollouts that have ended, by their index in the group.
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
@@ -92,6 +94,11 @@ class GroupRecord:
     def num_tokens(self) -> int:
         """Number of tokens in the rollouts that have ended."""
         return sum(rollout.num_tokens for rollout in self.rollouts.values())
+
+    @property
+    def must_be_resampled(self) -> bool:
+        """True if a resumed run samples the group again, though it is READY: a reward asked the run to stop."""
+        return bool(self.rollout_group().stop)
 
     def rollout_group(self) -> RolloutGroup:
         """Return the rollouts that have ended, as a group."""
@@ -195,6 +202,13 @@ class GroupTable:
         self._move(group, GroupState.SAMPLED)
         group.finished = self._num_finished
         self._num_finished += 1
+
+    def begin_scoring(self) -> list[GroupRecord]:
+        """Return the SAMPLED groups whose scores are not being computed, and note that they are from now on."""
+        groups = [group for group in self.in_state(GroupState.SAMPLED) if not group.is_in_scoring]
+        for group in groups:
+            group.is_in_scoring = True
+        return groups
 
     def mark_scored(self, number: int, reason: str | None) -> None:
         """Note that every rollout of a group is scored. reason: why the group teaches nothing; None if it teaches.
@@ -336,8 +350,14 @@ class GroupTable:
         groups = []
         for group in self._groups.values():
             fields = {name: getattr(group, name) for name in _SAVED_FIELDS}
-            groups.append({**fields, "state": group.state.value})
+            state = GroupState.SAMPLED if group.must_be_resampled else group.state
+            groups.append({**fields, "state": state.value})
         return {"placed": self._free_place, "credit": self._credit, "groups": groups}
+
+    def saved_rollouts(self) -> dict[int, list[Rollout]]:
+        """Return the rollouts of READY groups that a checkpoint keeps, by the group's number."""
+        kept = [group for group in self.in_state(GroupState.READY) if not group.must_be_resampled]
+        return {group.number: list(group.rollouts.values()) for group in kept}
 
     def load_state_dict(
         self,

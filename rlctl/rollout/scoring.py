@@ -30,7 +30,8 @@ class GroupScorer:
         for rollout, item in read_inputs(groups, self.decode):
             inputs.append(item)
             episode_rewards.append(environment_rewards(rollout.episode.reward if rollout.episode else None))
-        scores = iter(self.scorer.score(inputs, episode_rewards))
+        group_sizes = [sum(not _is_failed(rollout) for rollout in group.rollouts) for group in groups]
+        scores = iter(self.scorer.score(inputs, episode_rewards, group_sizes))
         scored_groups = []
         for group in groups:
             scored = [

@@ -212,6 +212,11 @@ class RolloutGroup:
         """Scores of the rollouts that were scored."""
         return [rollout.score for rollout in self.rollouts if rollout.score]
 
+    @property
+    def stop(self) -> str | None:
+        """Reason of a reward why the run must stop before it trains on the group; None if it need not."""
+        return next((score.stop for score in self.scores if score.stop), None)
+
 
 @dataclass
 class Waste:

@@ -37,6 +37,10 @@ class HealthStop(RuntimeError):
     """The run must not continue. A checkpoint of the last complete step was saved."""
 
 
+class StopBeforeUpdateError(RuntimeError):
+    """The run must stop before it trains on a step's rollouts. The resumed run makes the whole step."""
+
+
 @dataclass(frozen=True)
 class HealthWarning:
     """Warning that a metric has left its bound."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlctl.data.cursor import DrawOrder
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
-from rlctl.run.health import SKIPPED_UPDATES, Health, HealthStop
+from rlctl.run.health import SKIPPED_UPDATES, Health, HealthStop, StopBeforeUpdateError
 from rlctl.run.recorder import RunRecorder, WriteTrainer
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
@@ -59,24 +59,31 @@ class Loop(ABC):
         """Run, validate, check and save as described in `run`."""
         self.done = start
         if start == 0 and not self._stop() and self._recorder.validation_due(0, last=False):
-            self.validate()
+            self._validate(start)
             self._judge(start)
         while self.done < self._num_steps and not self._stop():
             self._details.clear()
             try:
                 self.step()
-            except FloatingPointError as error:
+            except (FloatingPointError, StopBeforeUpdateError) as error:
                 raise self._save_before_stop(f"step {self.done + 1}: {error}", start) from error
             # Record an earlier checkpoint, if it has become complete, or raise its error.
             self._recorder.finish_save(wait=False)
             if self._recorder.validation_due(self.done, self._is_last()):
-                self.validate()
+                self._validate(start)
             self._judge(start)
             if self._recorder.checkpoint_due(self.done, self._is_last()):
                 self.save()
         # `stop` may have become true after `checkpoint_due` was asked.
         if start < self.done < self._num_steps and self._recorder.saved != self.done:
             self.save()
+
+    def _validate(self, start: int) -> None:
+        """Validate. Save and raise HealthStop if the run must stop."""
+        try:
+            self.validate()
+        except StopBeforeUpdateError as error:
+            raise self._save_before_stop(f"validation after step {self.done}: {error}", start) from error
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the loop's state from a checkpoint that `save_with` wrote."""

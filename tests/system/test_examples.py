@@ -88,7 +88,19 @@ def test_five_examples_train_in_one_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.long  # a whole run each: a minute or more
 @pytest.mark.parametrize(
-    "name", ["reward", "environment", "agent", "loss", "advantage", "teacher", "critic", "rollout-function", "tracker"]
+    "name",
+    [
+        "reward",
+        "judge",
+        "environment",
+        "agent",
+        "loss",
+        "advantage",
+        "teacher",
+        "critic",
+        "rollout-function",
+        "tracker",
+    ],
 )
 def test_a_part_of_ones_own_trains(tmp_path: Path, name: str) -> None:
     folder = copy_example(name, tmp_path)

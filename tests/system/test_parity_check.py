@@ -67,6 +67,8 @@ def make_components(
         "devices",
         "monitor",
         "frozen",
+        "judges",
+        "model_rewards",
         "decode",
         "program_metrics",
         "failure_cause",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -84,10 +84,19 @@ def test_a_page_is_ten_lines_with_commands_and_a_link_to_more(name: str) -> None
     assert text.count("```") == 2 and "](../../" in text
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES_BY_EXAMPLE.keys() - {"model", "reward-model"}))
+@pytest.mark.parametrize("name", sorted(RECIPES_BY_EXAMPLE.keys() - {"model", "reward-model", "judge"}))
 def test_a_recipe_loads_and_its_parts_take_the_first_row(name: str, home: Path) -> None:
     recipe = RECIPES_BY_EXAMPLE[name]
     rlctl.check(recipe, try_rewards=True, try_environments=True)
+
+
+def test_the_judge_finds_the_rows_own_answer_right(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), load("judge", "server", monkeypatch).Judge) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"rewards.0.base_url=http://127.0.0.1:{server.server_port}/v1"
+        checked = rlctl.check(RECIPES_BY_EXAMPLE["judge"], [address], try_rewards=True)
+        server.shutdown()
+    assert any("judge 1; its own answer is right" in note for note in checked.notes)
 
 
 def test_the_reward_is_nearer_to_1_for_a_nearer_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,8 +282,9 @@ def test_the_notebook_is_one_without_outputs_and_its_config_has_no_problem(home:
         compile(source, "cell", "exec")
 
 
-def test_the_script_is_one_of_bash() -> None:
-    subprocess.run(["bash", "-n", str(EXAMPLES / "sft-to-export/run.sh")], check=True)
+@pytest.mark.parametrize("name", ["sft-to-export", "judge"])
+def test_the_script_is_one_of_bash(name: str) -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / name / "run.sh")], check=True)
 
 
 def test_both_clusters_have_two_nodes() -> None:

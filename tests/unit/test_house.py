@@ -46,6 +46,7 @@ UNPICKLES = {
     "refit/ipc.py": "a trainer rank, in the run's private folder",
     "refit/refit_plan.py": "the trainer, by Ray",
     "rewards/child.py": "the driver, by a pipe",
+    "rewards/coroutine_child.py": "the driver, by a pipe",
     "workers/compiled_graph.py": "the driver, by Ray",
 }
 # Modules that run in a sandbox, and there run a program or its tests.

@@ -12,7 +12,6 @@ from rlctl.config.critic_schema import CriticSection
 from rlctl.config.data_schema import SourceSection
 from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
-from rlctl.config.grpo_schema import AnyRewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
 from rlctl.config.role_schema import DistillationSection, RoleSection, TeacherSection
 from rlctl.config.schema import KINDS
@@ -21,6 +20,7 @@ from rlctl.config.trainer_schema import LoraSection
 from rlctl.grpo.advantages.sections import AnyAdvantageSection
 from rlctl.grpo.losses.sections import AnyLossSection
 from rlctl.preflight.engines.sections import AnyEngineSection
+from rlctl.rewards.judge.sections import AnyReward
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
@@ -32,7 +32,7 @@ def replace_numbers(key: str) -> str:
 
 # The files of sections with defaults by name, each with the type of its section.
 NAMED = {
-    "reward": AnyRewardSection,
+    "reward": AnyReward,
     "environment": EnvironmentChoice,
     "source": SourceSection,
     "tracker": TrackerSection,

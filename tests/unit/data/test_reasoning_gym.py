@@ -105,7 +105,7 @@ def test_rows_know_their_place_and_have_a_limit_and_slices() -> None:
 def test_a_row_that_went_through_json_is_scored_as_the_library_scores_the_entry(name: str) -> None:
     import reasoning_gym as gym
 
-    score = load_reward(RewardSection("reasoning_gym", 1.0, None, None, 5.0))
+    score = load_reward(RewardSection("reasoning_gym", 1.0, None, None, 5.0, 64))
     dataset = gym.create_dataset(name, seed=1, size=2)
     for index, row in enumerate(rows(name, seed=1, size=2)):
         values = json.loads(json.dumps(row.values))
@@ -116,7 +116,7 @@ def test_a_row_that_went_through_json_is_scored_as_the_library_scores_the_entry(
 
 @library
 def test_a_row_of_another_source_has_no_score_and_costs_no_more_than_that() -> None:
-    score = load_reward(RewardSection("reasoning_gym", 1.0, None, None, 5.0))
+    score = load_reward(RewardSection("reasoning_gym", 1.0, None, None, 5.0, 64))
     assert "it scores rows of a path reasoning_gym:NAME alone" in str(attempt(score, RewardInput("", "3", "3", {})))
 
 

@@ -116,7 +116,7 @@ def test_an_override_that_is_wrong_is_one_line_with_its_position(home: Path, ove
         (("max_new_tokens: 64", "max_new_tokens: 64 tokens"), "x.yaml:11: generation.max_new_tokens: must be a whole "
          "number, not '64 tokens'"),
         (("- name: exact", "- name: exat"), "x.yaml:9: rewards.0.name: must be exact, regex, math_verify, "
-         "reasoning_gym or module:function, not exat; did you mean exact?"),
+         "reasoning_gym, judge or module:function, not exat; did you mean exact?"),
         (("- name: exact", "- name: regex"), "x.yaml:9: rewards.0.name: regex needs a pattern, for example "
          r"'answer is (\d+)'"),
         (("- name: exact", "- name: regex\n    pattern: '(a'"), "x.yaml:10: rewards.0.pattern: no regular expression: "
@@ -261,7 +261,7 @@ def test_all_problems_come_at_once_and_one_mistake_is_reported_once(home: Path) 
         "x.yaml:3: model.path: no file or folder modle; did you mean model?",
         "x.yaml:7: data.max_prompt_length: must be a whole number or null, not 'many'",
         "x.yaml:11: generation.max_new_tokens: must be a whole number, not 'many'",
-        "x.yaml:9: rewards.0.name: must be exact, regex, math_verify, reasoning_gym "
+        "x.yaml:9: rewards.0.name: must be exact, regex, math_verify, reasoning_gym, judge "
         "or module:function, not exat; did you mean exact?",
         "override 1: grpo.updates_per_step=5: grpo.num_prompts_per_step: 32 prompts cannot be shared equally among "
         "5 updates a step; try 30",

@@ -87,10 +87,10 @@ def test_its_values_come_with_the_step(home: Path) -> None:
         ([rewards(path="model")], "has no value head ("),
         ([rewards(path="five")], "has 5 labels; a value head has one"),
         ([rewards(place="swapped")], "rewards.0.place: must be one of auto, resident, engines, not 'swapped'"),
-        ([rewards(timeout_s=3)], "rewards.0.timeout_s: unknown key; rewards.0 has name, weight"),
+        ([rewards(timeout_s=3)], "rewards.0.timeout_s: unknown key here: a key of judge; model has name, weight"),
         ([rewards(), "trainer.backend=megatron"], "rewards.0.place: must be engines with trainer.backend=megatron"),
         (['rewards=[{"name": "model"}]'], "rewards.0.path: not set, and has no default: The model"),
-        (['rewards=[{"name": "exact", "path": "judge"}]'], "rewards.0.path: unknown key here: a key of model"),
+        (['rewards=[{"name": "exact", "path": "judge"}]'], "rewards.0.path: unknown key here: a key of judge, model"),
     ],
 )
 def test_what_a_reward_model_cannot_be_is_refused(home: Path, overrides: list[str], problem: str) -> None:

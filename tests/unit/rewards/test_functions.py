@@ -7,7 +7,7 @@ from rlctl.rewards.load_rewards import load_reward
 
 def score_text(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
     """Return the value of a built-in reward, or its failure as a text."""
-    section = RewardSection(name, 1.0, None, pattern, 5.0)
+    section = RewardSection(name, 1.0, None, pattern, 5.0, 64)
     outcome = attempt(load_reward(section), RewardInput("p", completion, answer, {}))
     return str(outcome) if isinstance(outcome, RewardFailure) else outcome
 
@@ -28,7 +28,7 @@ def test_regex_compares_the_first_group_of_the_first_match(completion, expected_
 @pytest.mark.parametrize(("pattern", "complaint"), [("(", "bad pattern"), (None, "no group"), (r"\d+", "no group")])
 def test_a_pattern_that_cannot_work_is_refused_when_loaded(pattern, complaint):
     with pytest.raises(RewardError, match=complaint):
-        load_reward(RewardSection("regex", 1.0, None, pattern, 5.0))
+        load_reward(RewardSection("regex", 1.0, None, pattern, 5.0, 64))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rewards written for TRL or verl get the same arguments as in these tools, and an `async def` is awaited."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.data.tasks import Task
-from rlctl.rewards.base import RewardError, RewardFailure, attempt
+from rlctl.rewards.base import RewardError, RewardFailure, attempt, attempt_coroutine
 from rlctl.rewards.load_rewards import load_reward
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.scoring import reward_input
@@ -73,7 +74,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def make_section(source: str, name: str) -> RewardSection:
-    return RewardSection(f"{source}:{name}", 1.0, None, None, 60.0)
+    return RewardSection(f"{source}:{name}", 1.0, None, None, 60.0, 64)
 
 
 TASK = Task("r0", [], "USER: 2+2?", "4", {"question": CHAT, "solution": "4"}, messages=CHAT)
@@ -112,7 +113,13 @@ def test_an_episode_gives_its_whole_conversation(source: str) -> None:
 
 @pytest.mark.parametrize("name", ["judged", "keeps_a_lock", "partly"])
 def test_a_coroutine_is_awaited_in_one_event_loop(source: str, name: str) -> None:
-    assert [score_text(source, name) for _ in range(2)] == [1.0, 1.0]
+    reward = load_reward(make_section(source, name))
+    item = reward_input(TASK, None, "4")
+    if reward.form == "plain":  # a function that returns a coroutine
+        assert [attempt(reward, item) for _ in range(2)] == [1.0, 1.0]
+        return
+    with asyncio.Runner() as runner:
+        assert [runner.run(attempt_coroutine(reward, [item])) for _ in range(2)] == [[1.0], [1.0]]
 
 
 def test_an_object_that_is_async_is_refused(source: str) -> None:
@@ -136,7 +143,7 @@ def test_an_error_has_the_users_line_and_trace(source: str) -> None:
 def test_a_reward_of_none_is_left_out_of_the_sum_and_leaves_the_decision_to_the_next(source: str) -> None:
     task = Task("r0", [], "2+2?", "odd")
     inputs = [reward_input(task, None, text) for text in ("odd", "even")]
-    with Scorer([make_section(source, "abstains"), RewardSection("exact", 1.0, None, None, 60.0)]) as scorer:
+    with Scorer([make_section(source, "abstains"), RewardSection("exact", 1.0, None, None, 60.0, 64)]) as scorer:
         odd, even = scorer.score(inputs)
     assert (odd.value, odd.parts, odd.right, odd.failed) == (1.0, {"abstains": None, "exact": 1.0}, True, None)
     assert (even.value, even.parts, even.right) == (0.5, {"abstains": 0.5, "exact": 0.0}, False)

@@ -72,7 +72,7 @@ def score(prompt, completion, answer, row):
 def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardSection:
     (tmp_path / "own.py").write_text(HOOK)
     monkeypatch.chdir(tmp_path)
-    return RewardSection("own.py:score", 1.0, None, None, 120.0)
+    return RewardSection("own.py:score", 1.0, None, None, 120.0, 64)
 
 
 def score_all(scorer: Scorer, *completions: str, **row: object) -> list[Score]:

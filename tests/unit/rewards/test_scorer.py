@@ -118,7 +118,7 @@ def make_section(
     pattern: str | None = None,
     correct_at: float | None = None,
 ) -> RewardSection:
-    return RewardSection(name, weight, correct_at, pattern, timeout_s)
+    return RewardSection(name, weight, correct_at, pattern, timeout_s, 64)
 
 
 # Time limit of a reward that never ends. Other rewards must be scored within this time, also on a busy machine.
@@ -294,7 +294,7 @@ import sys, time
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import MAX_NAMES, Scorer
-scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 120.0)])
+scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 120.0, 64)])
 print(scorer.score([RewardInput("p", "fine", None, {})])[0].value, flush=True)
 time.sleep(600)
 """
@@ -354,7 +354,10 @@ def test_what_a_hook_prints_goes_to_the_log(hooks, monkeypatch):
             "my_rewards:three",
             "my_rewards:three: wrong signature at my_rewards.py:84: it must take (prompt, completion, answer, row)",
         ),
-        ("exactly", "exactly: no such reward: use exact, regex, math_verify, reasoning_gym, or a function of yours"),
+        (
+            "exactly",
+            "exactly: no such reward: use exact, regex, math_verify, reasoning_gym, judge, or a function of yours",
+        ),
     ],
 )
 def test_a_hook_that_cannot_be_used_is_one_clear_line_before_the_run(hooks, name, complaint):

@@ -34,7 +34,7 @@ MODEL = ModelRewardSection(
     max_length=None,
     over="rollout",
 )
-EXACT = RewardSection("exact", 1.0, None, None, 5.0)
+EXACT = RewardSection("exact", 1.0, None, None, 5.0, 64)
 TASK = Task("t", [], "1+1=", "2", {})
 CHAT_TASK = replace(TASK, messages=[{"role": "user", "content": "1+1="}])
 TEXTS = {5: "2", 6: "30", 7: "x" * 90}

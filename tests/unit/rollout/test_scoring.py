@@ -18,7 +18,7 @@ from rlctl.rollout.scoring import GroupScorer, reward_input
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
 from tests.turns import turn
 
-EXACT = RewardSection("exact", 2.0, None, None, 5.0)
+EXACT = RewardSection("exact", 2.0, None, None, 5.0, 64)
 TASK = Task("t", [], "", "8", {"low": 1})
 MESSAGES = [
     {"role": "user", "content": "1-9="},

@@ -39,7 +39,7 @@ def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
         _, problem = load_plugin(plugin, base)
         lines.append(problem)
     with pytest.raises(RewardError) as reward_error:
-        load_reward(RewardSection(plugin, 1.0, None, None, 5.0))
+        load_reward(RewardSection(plugin, 1.0, None, None, 5.0, 64))
     lines.append(str(reward_error.value))
     environments = EnvironmentPool({"mine": EnvironmentSpec(plugin, 20.0)}, 1024, 1)
     with environments as pool, pytest.raises(UnusableEnvironmentError) as environment_error:

@@ -51,7 +51,7 @@ class Server:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.address = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.is_stopped = False
-        # Ids of rollouts, and of those that were cancelled.
+        # Ids of rollouts, and ids of cancelled rollouts.
         self.runs: list[str] = []
         self.cancelled: list[str] = []
 

@@ -24,7 +24,7 @@ def item(program: str, row: Mapping[str, object] = SQUARES) -> RewardInput:
 
 @dataclass
 class CountedSandbox:
-    """A real sandbox that counts its calls, and fails a share of them."""
+    """A real sandbox that counts calls and fails a share."""
 
     inner: Sandbox
     failing: float = 0.0
