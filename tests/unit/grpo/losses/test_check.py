@@ -74,6 +74,18 @@ class HasNoGradient(Plain):
         return PolicyTerm(-tokens.advantage)
 
 
+class ReadsAFurtherModel(Plain):
+    columns: ClassVar = ("novice_log_prob",)
+
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        gap = (tokens.log_prob.detach() - tokens.column("novice_log_prob")).abs()
+        return PolicyTerm(-tokens.advantage * tokens.ratio * (-gap).exp())
+
+
+class HidesAFurtherModel(ReadsAFurtherModel):
+    columns: ClassVar = ()
+
+
 def make_default(kind: type[PolicyLoss]) -> PolicyLoss:
     """Return a loss of class `kind` with the options of the default GRPO loss."""
     base = DEFAULTS["grpo"]
@@ -100,6 +112,7 @@ def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
         (Explodes, "outliers", "use `bounded_exp`"),
         (CountsTheEmpty, "normalizer", "two parts have 13 together, the update 12"),
         (Undeclared, "needs", "reads reference_log_prob, which `columns` does not name: columns = ("),
+        (HidesAFurtherModel, "needs", "reads novice_log_prob, which `columns` does not name: columns = ("),
         (DeclaresTooMuch, "needs", "names reference_log_prob in `columns`, which costs a pass a step"),
         (Descends, "sign", "a step changes the log-prob of a rollout of advantage 1 by -"),
         (ForgetsTheAdvantage, "sign", "a step raises the log-prob of a rollout of advantage -1, by "),
@@ -113,6 +126,7 @@ def test_a_broken_loss_is_told_so_in_one_line(kind: type[PolicyLoss], check: str
 
 def test_a_loss_that_keeps_the_contract_passes_though_it_is_none_of_ours() -> None:
     assert find_problems(make_default(Plain)) == {}
+    assert find_problems(make_default(ReadsAFurtherModel)) == {}
 
 
 def test_a_loss_that_cannot_travel_is_told_so() -> None:
