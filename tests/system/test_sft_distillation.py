@@ -65,3 +65,21 @@ def test_another_architecture_teaches_two_ranks_without_given_tokens_loss(adapts
     assert run.end() == 0, run.text()
     divergences = [step["loss/teacher"] for step in run.steps()]
     assert divergences[-1] < divergences[0]
+
+
+@pytest.mark.long  # three runs
+def test_an_adapter_over_its_base_teaches_adapters_and_a_whole_model(tmp_path: Path) -> None:
+    lora = ("lora={rank: 4, alpha: 8}", "trainer.optimizer.lr=1e-2", "validation.every=0")
+    adapter = Run(tmp_path, "adapter", *POLICY, *lora, "sft.num_steps=40", kind="sft")
+    assert adapter.end() == 0, adapter.text()
+    teacher = f"teacher={{path: {RECIPES / 'tiny/qwen3-tiny'}, lora: {adapter.path}}}"
+    loss = "sft.loss={nll_coef: 0, distillation: {}}"
+    first_divergences = []
+    for name, settings in {"adapters": lora, "whole": ("validation.every=0",)}.items():
+        run = Run(tmp_path, name, *POLICY, teacher, loss, "sft.num_steps=40", *settings, kind="sft")
+        assert run.end() == 0, run.text()
+        divergences = [step["loss/teacher"] for step in run.steps()]
+        assert 0 < divergences[-1] < 0.8 * divergences[0]
+        first_divergences.append(divergences[0])
+    # Both begin at the base below the teacher's adapter.
+    assert first_divergences[0] == pytest.approx(first_divergences[1], rel=1e-4)
