@@ -8,7 +8,8 @@ _WITH_TEACHER = Condition(
     lambda settled: settled.config.distillation is not None, "with grpo.loss.distillation or sft.loss.distillation"
 )
 _WITH_DIVERGENCE = Condition(
-    lambda settled: settled.trainer.teacher is not None, "with a distillation over the vocabulary or the top k"
+    lambda settled: settled.trainer.teacher is not None and not settled.trainer.teacher.is_on_engines,
+    "with a distillation over the vocabulary or the top k, from a teacher in the ranks",
 )
 # A table: each row fills its lines.
 # fmt: off
