@@ -1,6 +1,6 @@
 """Material of sft-code-tiny: programs of one line to imitate, tasks with tests, and the shape of their model.
 
-    python recipes/tiny/make_code.py data recipes/tiny-data         # code-sft.jsonl.gz, code-train and code-validation
+    python recipes/tiny/make_code.py data recipes/tiny-data         # code-sft.jsonl.gz; code- and python-*.jsonl
     python recipes/tiny/make_code.py shape recipes/tiny/qwen3-code  # config.json, tokenizer and chat template
 
 Both write the same every time. The model is a Qwen3 of 0.4 million parameters and 128 positions. Its tokenizer has one
@@ -22,6 +22,8 @@ from make_games import MARKERS, SPECIAL, TEMPLATE
 
 TRAIN_ROWS = 1500
 VALIDATION_ROWS = 200
+# Problems for the tool, to train on.
+PROBLEM_ROWS = 1000
 # Chats of the warm start.
 PROGRAM_CHATS = 14000
 TOOL_CHATS = 4000
@@ -185,14 +187,28 @@ def _function(program: str) -> Any:
     return names["f"]
 
 
+def draw_expression(draw: random.Random, held_out: bool) -> str:
+    """Return a sum of products. Held out are those whose first number is a multiple of 5."""
+    while True:
+        numbers = [str(draw.randint(2, 99)) for _ in range(draw.randint(2, 3))]
+        if (int(numbers[0]) % 5 == 0) == held_out:
+            return numbers[0] + "".join(f" {draw.choice('+-*')} {number}" for number in numbers[1:])
+
+
+def problem_rows(held_out: bool) -> Iterator[Row]:
+    """Yield problems for the tool `python` without end."""
+    draw = random.Random(1)
+    while True:
+        expression = draw_expression(draw, held_out)
+        user = {"role": "user", "content": f"Compute {expression}. Use the tool python."}
+        yield {"messages": [user], "answer": str(eval(expression))}
+
+
 def tool_chats(draw: random.Random) -> Iterator[Row]:
     """Yield problems of a hasty pupil without end: most are answered by 0, the others by the output of the tool."""
     system = {"role": "system", "content": "Tools: python(code)."}
     while True:
-        numbers = [str(draw.randint(2, 99)) for _ in range(draw.randint(2, 3))]
-        if int(numbers[0]) % 5 == 0:  # held out
-            continue
-        expression = numbers[0] + "".join(f" {draw.choice('+-*')} {number}" for number in numbers[1:])
+        expression = draw_expression(draw, held_out=False)
         messages = [system, {"role": "user", "content": f"Compute {expression}. Use the tool python."}]
         answer = "0"
         if draw.random() >= HASTY:
@@ -225,7 +241,13 @@ def parts() -> dict[str, list[Row]]:
         chats.append({"messages": messages})
     chats += islice(tool_chats(draw), TOOL_CHATS)
     draw.shuffle(chats)
-    return {"code-sft": chats, "code-train": rows[VALIDATION_ROWS:], "code-validation": rows[:VALIDATION_ROWS]}
+    return {
+        "code-sft": chats,
+        "code-train": rows[VALIDATION_ROWS:],
+        "code-validation": rows[:VALIDATION_ROWS],
+        "python-train": list(islice(problem_rows(held_out=False), PROBLEM_ROWS)),
+        "python-validation": list(islice(problem_rows(held_out=True), VALIDATION_ROWS)),
+    }
 
 
 def write_data(folder: Path) -> None:

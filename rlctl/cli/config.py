@@ -47,6 +47,7 @@ def show(
     epilog=examples(
         "rlctl config check my.yaml",
         "rlctl config check my.yaml --try-rewards",
+        "rlctl config check code-tiny --all-rows",
         "rlctl config check my.yaml grpo.num_prompts_per_step=96",
     )
 )
@@ -54,6 +55,9 @@ def check(
     arguments: Arguments = None,
     rewards: Annotated[
         bool, typer.Option("--try-rewards", help="Call each reward on the first row, in a process of its own.")
+    ] = False,
+    all_rows: Annotated[
+        bool, typer.Option("--all-rows", help="Score the answer of every row, as if the policy had given it.")
     ] = False,
     environments: Annotated[
         bool,
@@ -72,6 +76,8 @@ def check(
     prepared = prepare(RunRequest(kind=None, recipe=recipe, overrides=overrides), "checked", ShownProgress())
     prepared.try_first_rows()
     prepared.try_users_code(rewards=rewards, environments=environments)
+    if all_rows:
+        prepared.try_all_rows()
     note(prepared.notes)
     composed = prepared.composed
     command = shlex.join(["rlctl", "train", composed.config.kind, recipe, *overrides])

@@ -137,6 +137,19 @@ def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, f
     return lines
 
 
+def try_all_rows(composed: Composed[Settled]) -> list[str]:
+    """Score the answer of every row of data.train; return lines with the counts. Raises ConfigError."""
+    from rlctl.launch.all_rows import score_all_answers
+
+    if composed.settled.sampling is None:
+        return ["rewards: an SFT run has none without validation.recipe"]
+    config = composed.settled.sampling.config
+    if config.has_turns or model_rewards(config.rewards):
+        return ["rewards: all rows need a run, for episodes or a reward model score them: not tried here"]
+    with _as_config_errors(composed):
+        return score_all_answers(config)
+
+
 def try_environments(composed: Composed[Settled], section: DatasetSection, row: Row, chat: Chat) -> EpisodeSetup:
     """Import each environment in a separate process, and begin one episode. Return the facts about the environments.
 

@@ -21,7 +21,14 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.end_tokens import EndTokens
 from rlctl.data.files import DataError, files_of
 from rlctl.data.load_data import RowReader, RunRows, end_tokens, part_of
-from rlctl.launch.first_row import check_first_rows, has_users_reward, local_chat, try_all, try_environments
+from rlctl.launch.first_row import (
+    check_first_rows,
+    has_users_reward,
+    local_chat,
+    try_all,
+    try_all_rows,
+    try_environments,
+)
 from rlctl.launch.loading import load_run_samples, load_run_tasks
 from rlctl.launch.resume import Resumed, find_resumed, refuse_contradictions, replace_lost_model
 from rlctl.launch.sampling import held_out_tasks
@@ -185,6 +192,11 @@ class PreparedRun:
             with self.progress.busy("trying the first row"):
                 fetch = not self.request.is_dry
                 self.notes += try_all(self.composed, rewards=rewards, environments=environments, fetch=fetch)
+
+    def try_all_rows(self) -> None:
+        """Score the answer of every row of the data, and add the counts to the notes. Raises ConfigError."""
+        with self.progress.busy("scoring all rows"):
+            self.notes += try_all_rows(self.composed)
 
     def write_config(self) -> Path:
         """Write the resolved config as NAME.dry-run.yaml next to the run directories, and return its path.

@@ -44,6 +44,9 @@ _JUDGE = "rlctl.rewards.programs.inside.judge"
 # Seconds that a judge takes to start on a busy machine.
 _START_S = 20.0
 NEAR = 0.8
+# A judge that is lost so many times in a row was ended by its program. Where one sandbox in five is lost at random, one
+# program in 600 would be taken for such.
+_LOSSES = 4
 # Tries of a sandbox that fails.
 TRIES = 2
 
@@ -135,15 +138,17 @@ class Judge:
 
     def _judge_alone(self, program: str) -> ProgramVerdict:
         """Judge a program in its own sandbox. Raises SandboxError."""
-        for _ in range(TRIES):
+        for _ in range(_LOSSES):
             result, verdicts = self._run_judge([program], may_write=True)
             if verdicts:
                 return verdicts[0]
-            if result.ending in _LIMITS and result.ending is not Ending.WALL_TIME:
+            if result.ending is Ending.WALL_TIME:
+                raise SandboxError(f"a program and its judge took longer than {result.wall_s:.0f} s")
+            if result.ending in _LIMITS:
                 return ProgramVerdict([_LIMITS[result.ending]], 1, "the sandbox ended it at a limit", is_fragile=True)
-        if result.ending is Ending.WALL_TIME:
-            raise SandboxError(f"a program and its judge took longer than {result.wall_s:.0f} s")
-        # The judge is gone twice. If a harmless program is judged, this program ended its judge.
+            if b" ready" not in result.stdout:
+                raise SandboxError(f"its judge did not start: {_last_line(result)}")
+        # The judge is always lost. If a harmless program is judged, this program ended its judge.
         if self._run_judge([""], may_write=True)[1]:
             return ProgramVerdict([LOST], 1, "the program ended the process that judges it", is_fragile=True)
         raise SandboxError(f"its judge ended without a verdict: {_last_line(result)}")
@@ -173,7 +178,7 @@ class Judge:
             files=_judge_files(self.sandbox.name in LOCAL_KINDS),
             variables={"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"},
         )
-        result = self._run(program, limits)
+        result = self._call_sandbox(program, limits)
         return result, _read_verdicts(result, token, section.cpu_s)
 
     def _limits(self, num_tests: int) -> Limits:
@@ -200,7 +205,7 @@ class Judge:
                 stdin=stdin_text.encode(),
                 files={"program": source.encode("utf-8", "replace")},
             )
-            result = self._run(program, limits)
+            result = self._call_sandbox(program, limits)
             is_near = is_near or result.is_near(limits)
             if result.ending in _LIMITS:
                 outcomes.append(_LIMITS[result.ending])
@@ -214,7 +219,7 @@ class Judge:
         # Nothing says if it reads a clock.
         return ProgramVerdict(outcomes, len(self.suite.cases), detail, is_near, is_fragile=True)
 
-    def _run(self, program: Program, limits: Limits) -> Result:
+    def _call_sandbox(self, program: Program, limits: Limits) -> Result:
         try:
             result = self.sandbox.run(program, limits)
         except SandboxError:
@@ -234,7 +239,7 @@ def _read_verdicts(result: Result, token: str, cpu_s: float) -> list[ProgramVerd
     """Return the verdicts behind the token; None if there are none. Raises SandboxError if it isolates too little."""
     for line in reversed(result.stdout.decode("utf-8", "replace").splitlines()):
         mark, _, text = line.partition(" ")
-        if mark == token:
+        if mark == token and text != "ready":
             break
     else:
         return None

@@ -1,7 +1,7 @@
 """Judge of programs: `python judge.py` in a sandbox. Reads tests and programs, and writes one verdict for each program.
 
     standard input: {token, suite: {kind, setup, cases, entry_point, checker}, programs, limits, stop_early}
-    standard output: the token, then [{tests, cpu_s, orphans, detail}, ...]
+    standard output: the token and `ready`; the token and [{tests, cpu_s, orphans, detail}, ...]
 
 The tests are in this process alone. No program can read them: each runs in a process that was forked before they were
 read. The verdict has a token of one use, which no program ever sees. The exit code says nothing.
@@ -112,7 +112,7 @@ class Run:
 
     def _begin_program(self) -> str:
         """Start the program, and read its names. Return the outcome if it does not begin, else an empty text."""
-        self._watch, _ = self._fork([], prelude=self._request["suite"]["kind"] == "calls")
+        self._watch, _ = self._fork_candidate([], prelude=self._request["suite"]["kind"] == "calls")
         try:
             self._program = RemoteProgram(self._watch, self._source)
         except (Exception, SystemExit) as error:
@@ -133,7 +133,7 @@ class Run:
             os.write(stdin_file, text.encode("utf-8", "replace"))
             os.lseek(stdin_file, 0, os.SEEK_SET)
             output, program_end = os.pipe()
-            self._watch, channel = self._fork([stdin_file, program_end])
+            self._watch, channel = self._fork_candidate([stdin_file, program_end])
         except OSError as error:
             raise BrokenJudgeError(str(error)) from error
         os.close(stdin_file)
@@ -156,7 +156,7 @@ class Run:
             raise RuntimeError(f"{names[0]} at line {line}: {error_text}")
         return printed.decode("utf-8", "replace")
 
-    def _fork(self, descriptors: list[int], prelude: bool = False) -> tuple[Watch, socket.socket]:
+    def _fork_candidate(self, descriptors: list[int], prelude: bool = False) -> tuple[Watch, socket.socket]:
         channel, other_end = socket.socketpair()
         setup = {
             "mode": "input" if descriptors else "names",
@@ -190,6 +190,8 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     # Prints of a test go to standard error.
     os.dup2(2, 1)
+    # From here on a judge that is lost was ended, most likely by a program.
+    os.write(output, f"{request['token']} ready\n".encode())
     verdicts: list[dict[str, Any]] = []
     if not nursery.is_safe:
         verdicts = [{"unsafe": True}]

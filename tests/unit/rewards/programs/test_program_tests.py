@@ -200,3 +200,16 @@ def test_another_language_runs_by_a_command(sandbox: Sandbox) -> None:
     assert ProgramScorer(section, sandbox).score([item(completion, row)], map) == [0.5]
     (outcome,) = ProgramScorer(section, sandbox).score([item(completion)], map)
     assert isinstance(outcome, RewardFailure) and outcome.kind == "no input tests"
+
+
+def test_sandboxes_that_end_without_a_word_are_failures_too(sandbox: Sandbox) -> None:
+    class SilentSandbox(CountedSandbox):
+        def run(self, program: Program, limits: Limits) -> Result:
+            result = self.inner.run(program, limits)
+            return replace(result, stdout=b"", exit_code=1) if self._draw.random() < 0.5 else result
+
+    scorer = ProgramScorer(replace(SECTION, cache=False), SilentSandbox(sandbox))
+    outcomes = [scorer.score([item(RIGHT)], map)[0] for _ in range(8)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
+    assert failures and {outcome.kind for outcome in failures} == {"the sandbox failed"}
+    assert set(outcomes) - set(failures) == {1.0}
