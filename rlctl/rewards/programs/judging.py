@@ -122,6 +122,9 @@ class Judge:
             try:
                 verdict: ProgramVerdict = judge()
                 return verdict
+            except _TooLongError as error:
+                self.effort.failures += 1
+                return error
             except SandboxError as error:
                 self.effort.failures += 1
                 last_error = error
@@ -143,7 +146,7 @@ class Judge:
             if verdicts:
                 return verdicts[0]
             if result.ending is Ending.WALL_TIME:
-                raise SandboxError(f"a program and its judge took longer than {result.wall_s:.0f} s")
+                raise _TooLongError(f"a program and its judge took longer than {result.wall_s:.0f} s")
             if result.ending in _LIMITS:
                 return ProgramVerdict([_LIMITS[result.ending]], 1, "the sandbox ended it at a limit", is_fragile=True)
             if b" ready" not in result.stdout:
@@ -229,6 +232,10 @@ class Judge:
         self.effort.sandboxes += 1
         self.effort.seconds += result.wall_s
         return result
+
+
+class _TooLongError(SandboxError):
+    """A program whose tests took longer than `wall_s`. A second try would take as long."""
 
 
 class _AbnormalEnd(Exception):

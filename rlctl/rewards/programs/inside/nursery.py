@@ -28,6 +28,8 @@ _LAST_CAPABILITY = 63
 _LOOK_S = 0.02
 # Longest wait for the end of a process that got SIGKILL, seconds.
 _END_S = 5.0
+# Longest wait for a fork, seconds, also on a busy machine.
+_FORK_S = 30.0
 MAX_ANSWER = 16 << 20
 
 
@@ -73,6 +75,8 @@ class Nursery:
             _run_nursery(other_end)
         other_end.close()
         self.is_safe = self._channel.recv(1) == b"+"
+        # A program may have stopped the nursery.
+        self._channel.settimeout(_FORK_S)
 
     def fork(self, setup: dict[str, Any], descriptors: list[int]) -> int:
         """Fork a candidate with these descriptors; return its process id. Raises EndedError if the nursery is lost."""

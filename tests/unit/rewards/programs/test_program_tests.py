@@ -174,7 +174,11 @@ def test_equal_programs_are_run_once_and_those_with_a_clock_each_time(sandbox: S
 def test_an_abnormal_end_sends_each_program_of_the_group_through_its_own_sandbox(sandbox: Sandbox) -> None:
     counted = CountedSandbox(sandbox)
     scorer = ProgramScorer(QUICK, counted)
-    orphan = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(30)\ndef f(x): return x * x"
+    # It waits for its child, which otherwise might still be in the process group that the judge ends.
+    orphan = (
+        "import os, time\nhere, there = os.pipe()\nif not os.fork():\n    os.setsid()\n    os.write(there, b'!')\n"
+        "    time.sleep(30)\nos.read(here, 1)\ndef f(x): return x * x"
+    )
     assert scorer.score([item(RIGHT), item(orphan)], map) == [1.0, 1.0]
     assert counted.calls == 3
     assert usage_metrics(scorer.take_usage())["programs/repeated"] == 2
