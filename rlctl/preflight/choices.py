@@ -79,8 +79,9 @@ class Basis:
     ranks_by_node: tuple[int, ...]
     # Config by which the engines sample, and the dtype of their weights; None: only trainer keys are chosen.
     engines: "tuple[GrpoConfig, Dtype] | None"
-    # Teacher of a divergence that an update computes; None for no such divergence.
+    # Teacher of a divergence that an update computes; None for no such divergence. critic_bytes: as `TrainerSettings`.
     teacher: TeacherUse | None = None
+    critic_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def choose(basis: Basis) -> Chosen:
     choices: list[Choice] = []
     trainer = _Section("trainer", basis.trainer, basis.dtype, choices)
     trainer.values |= {"adapters": basis.adapters, "update_tokens": basis.update_tokens, "teacher": basis.teacher}
+    trainer.values["critic_bytes"] = basis.critic_bytes
     if basis.facts and basis.facts.one_sequence_a_row:
         trainer.values["row_tokens"] = basis.longest_sequence or 0
     engines = None
@@ -350,11 +352,9 @@ class _Forecast:
             if must_stay_awake:
                 # An engine that must stay awake takes at most half of the usable memory. Its cache is smaller then.
                 room = usable - min(engine_need, usable // 2)
-        trial = next((trial for trial in trials if training_bytes[trial] <= room), trials[-1])
-        checkpointing, tokens = trial
-        reason = f"{training_bytes[trial] / GIB:.0f} GiB of {device_gib} when it trains"
-        sleep = shared and not must_stay_awake
-        return _Fit(tokens, checkpointing=checkpointing, sleep=sleep, reason=reason, limit=room)
+        checkpointing, tokens = next((trial for trial in trials if training_bytes[trial] <= room), trials[-1])
+        reason = f"{training_bytes[checkpointing, tokens] / GIB:.0f} GiB of {device_gib} when it trains"
+        return _Fit(tokens, checkpointing, sleep=shared and not must_stay_awake, reason=reason, limit=room)
 
     def _possible_packs(self, trainer: _Section, rollout_tokens: int) -> tuple[int, ...]:
         """Return the pack sizes to try in tokens, the largest first. A size in the config is the only one."""

@@ -14,12 +14,12 @@ from rlctl.config.grpo_schema import AdvantageSection, UserAdvantageSection
 from rlctl.config.plugins import ADVANTAGE_BASE
 from rlctl.config.run_weights import chat_folder, local_folder
 from rlctl.models.facts import ModelSizes
-from rlctl.models.model_sizes import check_config, config_file, sizes_of
+from rlctl.models.model_sizes import check_config, config_file
 from rlctl.models.vocabulary import vocabulary_problem
 from rlctl.models.weight_headers import check_weights
-from rlctl.preflight.backend import State, StateBytes, Violation, Violations, backend_of
+from rlctl.preflight.backend import State, Violation, Violations, backend_of
+from rlctl.preflight.critic_choice import sizes_of_critic
 from rlctl.preflight.declared_columns import CRITIC, VALUE, Role, named_columns, user_class
-from rlctl.preflight.machine import Device
 from rlctl.preflight.memory import Phase, PlacedState, trainer_bytes
 from rlctl.preflight.settled import Settled, SettledGrpo
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, TrainerSettings
@@ -49,65 +49,34 @@ def critic_settings(settled: Settled) -> TrainerSettings | None:
         update_tokens=None,
         adapters=None,
         teacher=None,
+        critic_bytes=0,
     )
 
 
 def critic_sizes(settled: Settled) -> ModelSizes | None:
     """Return the sizes of the critic, which has a value head; None if its model is not on this machine."""
     section = settled.grpo.config.critic if settled.grpo else None
-    if section is None:
-        return None
-    sizes = settled.facts
-    if section.path is not None:
-        sizes = None
-        with suppress(ModelError):
-            sizes = sizes_of(section.path)
-    if sizes is None or sizes.head_kind == "value":
-        return sizes
-    head_parameters = 0 if sizes.tied else sizes.embedding_parameters
-    parameters = sizes.parameters - head_parameters + sizes.hidden + 1
-    return replace(sizes, head_kind="value", tied=False, parameters=parameters)
+    return sizes_of_critic(section, settled.facts) if section else None
 
 
-def critic_bytes(settled: Settled, policy_items: dict[str, int], device: Device) -> dict[str, int]:
-    """Return purpose -> bytes that the critic adds to the peak of a rank's device; empty without critic.
-
-    policy_items: of the policy's rank while it trains. On a CPU everything of both counts.
-    """
+def critic_bytes_on_cpu(settled: Settled) -> dict[str, int]:
+    """Return purpose -> bytes of a rank of the critic on a CPU; empty without critic."""
     trainer = critic_settings(settled)
     sizes = critic_sizes(settled)
-    if trainer is None or sizes is None or settled.facts is None:
+    if trainer is None or sizes is None:
         return {}
-    items = trainer_bytes(trainer, sizes, device)
-    if device == "cpu":
-        return {f"critic: {name}": count for name, count in items.items()}
-    resting = _states(trainer, sizes)["parameters"].device
-    policy_states = _states(settled.trainer, settled.facts)
-    policy_resting = policy_states["parameters"].device
-    if not (settled.trainer.offload_optimizer_for_generation and settled.shares_devices):
-        policy_resting += policy_states["optimizer"].device
-    # The peak is in the turn of the one or of the other.
-    further = sum(items.values()) + policy_resting - sum(policy_items.values())
-    return {"critic": max(resting, further)}
+    return {f"critic: {name}": count for name, count in trainer_bytes(trainer, sizes, "cpu").items()}
 
 
-def add_critic(settled: Settled, placed: PlacedStates) -> PlacedStates:
-    """Return the states of a rank, and the critic's on the same device while the policy works."""
+def add_critic_on_cpu(settled: Settled, placed: PlacedStates) -> PlacedStates:
+    """Return the states of a rank on a CPU, and the critic's."""
     trainer = critic_settings(settled)
     sizes = critic_sizes(settled)
     if trainer is None or sizes is None:
         return placed
-    states = _states(trainer, sizes)
-    weights = states["parameters"].device
-    moments = states["optimizer"].device
-    resting = PlacedState("device", device=weights, host=moments)
-    if settled.device == "cpu":
-        resting = PlacedState("host", device=0, host=weights + moments)
+    states = backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
+    resting = PlacedState("host", device=0, host=states["parameters"].device + states["optimizer"].device)
     return {phase: {**phase_states, CRITIC: resting} for phase, phase_states in placed.items()}
-
-
-def _states(trainer: TrainerSettings, sizes: ModelSizes) -> dict[State, StateBytes]:
-    return backend_of(trainer).states(trainer, sizes, DTYPE_BYTES[trainer.dtype])
 
 
 def critic_note(settled: Settled) -> str | None:

@@ -13,7 +13,7 @@ from rlctl.config.trainer_schema import TrainerSection
 from rlctl.models.adapters import AdapterSpec
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
-from rlctl.preflight.declared_columns import HeldRole, Role
+from rlctl.preflight.declared_columns import CRITIC, HeldRole, Role
 from rlctl.preflight.machine import Device
 from rlctl.preflight.trainer_settings import DTYPE_BYTES, Dtype, GenerationSettings, TrainerSettings
 from rlctl.preflight.update_memory import divergence_bytes, kept_bytes
@@ -157,6 +157,8 @@ def placed_states(
             placed[state] = _place_state(table[phase][state], state_bytes[state], is_cpu=device == "cpu")
         for role in held_roles:
             placed[role.name] = PlacedState("host", device=0, host=role.rank_bytes)
+        if trainer.critic_bytes:
+            placed[CRITIC] = PlacedState("device", device=trainer.critic_bytes, host=2 * trainer.critic_bytes)
         residents = [role for role in held_roles if role.is_resident and phase == role.phase]
         if residents and device == "cuda":
             largest = max(residents, key=lambda role: role.rank_bytes)
@@ -207,6 +209,12 @@ def trainer_bytes(
     items["output's gradient"] = output_gradient
     if trainer.teacher:
         items |= divergence_bytes(trainer, trainer.teacher, sizes, device)
+    if trainer.critic_bytes:
+        # The peak is in the policy's turn, or in the critic's, which has gradients and two moments then.
+        leaving_bytes = states["gradients"].device
+        if trainer.offload_optimizer_for_generation:
+            leaving_bytes += states["optimizer"].device
+        items["critic"] = max(trainer.critic_bytes, 4 * trainer.critic_bytes - leaving_bytes)
     if trainer.one_micro_batch and backend.frees_gradients:
         # The only logits are freed before layers' gradients are allocated. Only gradients above their size add to a
         # peak.

@@ -11,7 +11,14 @@ from rlctl.config.errors import ModelError
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.backend import FLOAT32, backend_of, layout_of
 from rlctl.preflight.check_model import model_notes
-from rlctl.preflight.critic import PlacedStates, add_critic, critic_bytes, critic_note, critic_settings, critic_sizes
+from rlctl.preflight.critic import (
+    PlacedStates,
+    add_critic_on_cpu,
+    critic_bytes_on_cpu,
+    critic_note,
+    critic_settings,
+    critic_sizes,
+)
 from rlctl.preflight.engine_rules import engine_rules
 from rlctl.preflight.memory import (
     REFIT_GROUPS,
@@ -186,7 +193,8 @@ def forecast(settled: Settled, placement: Placement | None = None) -> Memory | N
     if sizes is None:
         return None
     trainer_items = trainer_bytes(settled.trainer, sizes, device, settled.held_roles)
-    trainer_items |= critic_bytes(settled, trainer_items, device)
+    if device == "cpu":
+        trainer_items |= critic_bytes_on_cpu(settled)
     host_items = _checkpoint_copies(settled, sizes)
     if device == "cpu":
         trainer_items |= host_items
@@ -243,7 +251,7 @@ def _place_states(settled: Settled, sizes: ModelSizes) -> PlacedStates:
         phases=settled.phases,
         frozen=settled.held_roles,
     )
-    return add_critic(settled, placed)
+    return add_critic_on_cpu(settled, placed) if settled.device == "cpu" else placed
 
 
 def refit_groups(settled: SettledGrpo, placement: Placement) -> int:

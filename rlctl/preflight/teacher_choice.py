@@ -11,6 +11,7 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import RunConfig
 from rlctl.models.facts import ModelSizes
 from rlctl.preflight.choices import USABLE, Basis, Chosen, choose
+from rlctl.preflight.critic_choice import critic_bytes
 from rlctl.preflight.declared_columns import Role, gives_top
 from rlctl.preflight.memory import trainer_bytes
 from rlctl.preflight.roles import TEACHER, RoleFacts, reads_divergence
@@ -22,6 +23,7 @@ def choose_with_teacher(basis: Basis, config: RunConfig, role_facts: Mapping[Rol
     if isinstance(basis.trainer, TrainerSettings):
         # The recipe of an SFT run gets settings that are chosen, with the teacher of the run.
         return choose(replace(basis, teacher=basis.trainer.teacher))
+    basis = replace(basis, critic_bytes=critic_bytes(config, basis))
     needs_teacher = False
     # A broken loss is its own problem, and not one of the trainer's values.
     with suppress(BrokenValueError):

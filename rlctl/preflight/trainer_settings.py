@@ -62,6 +62,8 @@ class TrainerSettings(TrainerSection):
     adapters: AdapterSpec | None = None
     # Teacher of a divergence that an update computes; None for no such divergence.
     teacher: TeacherUse | None = None
+    # Bytes of a rank's shard of the critic's float32 weights on the same GPU; 0 without critic, and on a CPU.
+    critic_bytes: int = 0
 
     @property
     def is_padded(self) -> bool:

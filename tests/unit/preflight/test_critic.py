@@ -13,6 +13,7 @@ from rlctl.preflight.machine import RunMachine
 from rlctl.preflight.placement import this_machine
 from rlctl.preflight.plan import make_plan
 from rlctl.preflight.settled import Settled
+from tests.size_formulas import sizes_by_formula
 from tests.unit.preflight.teachers import write_teachers
 
 GIB = 1 << 30
@@ -111,6 +112,20 @@ def test_the_forecast_counts_the_critic_on_each_device(home: Path) -> None:
     assert "critic: 1 rank on the trainer's GPUs, which both use in turn" in plan.notes
     on_cpu = make_plan(settle(*PPO, device="cpu"), this_machine(0))
     assert on_cpu.memory and on_cpu.memory.trainer["critic: AdamW moments"] == 8 * sizes.parameters
+
+
+@pytest.mark.parametrize("offload", ["true", "false"])
+def test_packs_and_engines_leave_room_for_a_critic_of_4b(home: Path, offload: str) -> None:
+    layers = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    further = {"vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": True}
+    sizes = sizes_by_formula({"model_type": "qwen3", **layers, **heads, **further})
+    settled = settle(*PPO, "data.max_prompt_length=16", f"trainer.offload_optimizer_for_generation={offload}")
+    plan = make_plan(settled.settle_on(RunMachine("cuda", 140 * GIB), sizes), this_machine(1))
+    assert plan.memory and plan.memory.peak <= 0.9 * 140 * GIB
+    without = settle("data.max_prompt_length=16").settle_on(RunMachine("cuda", 140 * GIB), sizes)
+    assert settled.settle_on(RunMachine("cuda", 140 * GIB), sizes).trainer.activation_checkpointing
+    assert not without.trainer.activation_checkpointing
 
 
 def test_a_large_critic_is_refused_with_the_arithmetic(home: Path) -> None:
