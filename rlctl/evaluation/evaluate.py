@@ -23,6 +23,7 @@ from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
 from rlctl.rollout.scoring import GroupScorer, sample_item
 from rlctl.rollout.types import RolloutGroup
+from rlctl.sandbox.open_sandbox import use_section
 from rlctl.utils.files import write_whole
 from rlctl.workers.user_logs import Emit
 
@@ -91,6 +92,7 @@ class Evaluation:
         logs = sets[0].folder.path / "logs"
         config = settled.config
         logs.mkdir(parents=True, exist_ok=True)
+        use_section(config.sandbox)
         for data in sets:
             with data.folder.claim():
                 self._warn_damage(data.folder.drop_damaged())

@@ -37,6 +37,7 @@ from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.scoring import reward_input, sample_item
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.run_dir import RunDir, RunDirError, find_run
+from rlctl.sandbox.open_sandbox import use_section
 from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
 from rlctl.telemetry.rollouts_file import index, read_groups
 from rlctl.utils.files import write_whole
@@ -143,6 +144,7 @@ def rescore(answers: StoredAnswers, composed: Composed[SettledGrpo], to: Path | 
     logs = folder.path / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     write_whole(folder.path / "config.yaml", composed.to_yaml())
+    use_section(config.sandbox)
     with Scorer(config.rewards, logs, emit) as scorer:
         scorer.try_on_sample(sample_item(groups[0].task))
         scores = iter(scorer.score(inputs, group_sizes=[len(group.rollouts) for group in groups]))

@@ -39,6 +39,7 @@ from rlctl.rewards.base import UnusableError
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.rollout.episode_setup import EpisodeSetup, environment_pool, read_environments, set_up
 from rlctl.rollout.scoring import sample_item
+from rlctl.sandbox.open_sandbox import use_section
 
 # Most reference answers to describe, because math_verify takes about 0.1 s to parse one.
 _ROWS_TO_DESCRIBE = 50
@@ -119,6 +120,8 @@ def try_all(composed: Composed[Settled], *, rewards: bool, environments: bool, f
 
     fetch: models and data may be downloaded from the hub. Raises ConfigError with every problem of both trials.
     """
+    if composed.settled.sampling:
+        use_section(composed.settled.sampling.config.sandbox)
     trials = []
     if rewards:
         trials.append(_try_rewards)

@@ -75,10 +75,12 @@ class ProcessSandbox(LocalSandbox):
     def isolation(self) -> Mapping[Guarantee, Strength]:
         """Strength of each guarantee, by the kernel's version of Landlock."""
         has_filter = make_filter(has_sockets=False, has_own_files=False) is not None
+        # As root each program has its own user id, which may signal no other.
+        holds_signals = self._has_root or self._landlock >= _SIGNALS_VERSION
         return {
             "network": "enforced" if has_filter else "absent",
             "files": "enforced" if has_filter and self._landlock >= _FILES_VERSION else "absent",
-            "processes": "enforced" if has_filter and self._landlock >= _SIGNALS_VERSION else "absent",
+            "processes": "enforced" if has_filter and holds_signals else "absent",
             "memory": "watched",
             "forks": "enforced" if self._has_root else "watched",
         }

@@ -140,6 +140,9 @@ def run_hostile(sandbox: Sandbox, program: HostileProgram, victim: Victim) -> st
 def run_all(kind: SandboxName, programs: Sequence[HostileProgram], victim: Victim) -> dict[str, str]:
     """Run programs, four at a time; return name -> how it was not contained."""
     sandbox = local_sandbox(kind)
+    if absent := [name for name, strength in sandbox.isolation.items() if strength == "absent"]:
+        # They would signal every process of this user.
+        pytest.skip(f"{kind} does not hold {', '.join(absent)} on this kernel")
     before = digest_machine(victim)
     with ThreadPoolExecutor(4) as threads:
         problems = list(threads.map(lambda program: run_hostile(sandbox, program, victim), programs))

@@ -35,8 +35,10 @@ def section(*overrides: str) -> SandboxSection:
 @pytest.mark.parametrize("kind", LOCAL_KINDS)
 def test_a_probe_finds_every_guarantee_of_a_kind(kind: SandboxName) -> None:
     report = probe(local_sandbox(kind))
-    assert dict(report.breaches) == {}
-    assert dict(report.strengths) == dict(local_sandbox(kind).isolation)
+    claims = local_sandbox(kind).isolation
+    assert dict(report.strengths) == dict(claims)
+    # An older kernel may hold less, and the kind says so.
+    assert list(report.breaches) == [name for name in GUARANTEES if claims[name] == "absent"]
 
 
 @pytest.mark.long
