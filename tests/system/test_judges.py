@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.config.builtin import RECIPES
@@ -35,3 +36,21 @@ def test_engines_of_the_run_judge(engine: str, tmp_path: Path) -> None:
     tokens = sum(record["output_tokens"] for record in records)
     assert sum(step["judge/output_tokens"] for step in steps) == tokens
     assert run.undeclared_metrics() == set()
+
+
+@pytest.mark.long  # a run
+def test_a_lost_engine_of_a_judge_is_rebuilt_and_answers(tmp_path: Path) -> None:
+    (tmp_path / "judge.txt").write_text(PROMPT)
+    judge = f"{{name: judge, path: {JUDGE}, prompt: judge.txt, scale: [0, 1000000], max_tokens: 6, cache: false}}"
+    run = Run(
+        tmp_path, "lost", f"rewards=[{{name: exact}}, {judge}]", WITHOUT_VLLM, "grpo.num_steps=6", "validation.every=0",
+        "checkpoint={every: 0, at_end: true}", "health.max_failed_reward_share=1",
+    )  # fmt: skip
+    run.wait_for_step(2)
+    (processes,) = run.events("processes")
+    psutil.Process(processes["rewards.1-0"]).kill()
+    assert run.end() == 0, run.text()
+    assert [step["version"] for step in run.steps()] == [1, 2, 3, 4, 5, 6]
+    (restarted,) = run.events("engine_restarted")
+    assert restarted["role"] == "rewards.1"
+    assert all(step["judge/retries"] == 0 for step in run.steps())
