@@ -10,8 +10,8 @@ from rlctl.telemetry.jsonl import read_records
 from tests.faults.runs import WITHOUT_VLLM, Run
 
 JUDGE = RECIPES / "tiny/qwen3-sums"
-# The model only knows sums: it answers the question "sum=" with a number, which is the verdict.
-PROMPT = "{completion}"
+# The model only knows sums: it continues one with a number, which is the verdict.
+PROMPT = "{prompt}{completion}"
 
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.long)])
