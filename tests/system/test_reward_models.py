@@ -29,14 +29,14 @@ def recorded_values(run: Run) -> list[tuple[str, str, float]]:
     return values
 
 
-def assert_values_are_transformers(run: Run, folder: Path, text: str) -> None:
+def assert_values_are_transformers(run: Run, folder: Path, text: str, atol: float = 1e-5) -> None:
     """Compare each recorded value with the class's score of the text alone. text: of a prompt and an answer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     recorded = recorded_values(run)
     texts = [text.format(prompt=prompt, answer=answer) for prompt, answer, _ in recorded]
     sequences = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     assert len({tuple(tokens) for tokens in sequences}) > 16
-    assert [value for *_, value in recorded] == pytest.approx(class_values(folder, sequences), rel=1e-5, abs=1e-5)
+    assert [value for *_, value in recorded] == pytest.approx(class_values(folder, sequences), rel=1e-5, abs=atol)
 
 
 def test_a_resident_model_of_the_policys_tokens_values_training_and_validation(tmp_path: Path) -> None:
@@ -61,7 +61,8 @@ def test_engines_value_by_another_tokenizer_and_template_and_a_lost_one_is_rebui
     (processes,) = run.events("processes")
     psutil.Process(processes["rewards.0-0"]).kill()
     assert run.end() == 0, run.text()
-    assert_values_are_transformers(run, folder, "u:{prompt}\na:{answer}\n")
+    # vLLM's kernels round otherwise: 2.1e-5 at values up to 20.
+    assert_values_are_transformers(run, folder, "u:{prompt}\na:{answer}\n", atol=5e-5)
     (lost,) = run.events("engine_lost")
     assert lost["role"] == "rewards.0" and all(step["reward/failed"] == 0 for step in run.steps())
 
@@ -85,7 +86,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 @pytest.mark.long  # a run
 def test_texts_that_are_too_long_are_counted_and_stop_the_run_when_most_are(tmp_path: Path) -> None:
     folder = add_value_head(POLICY, tmp_path / "judge")
-    run = Run(tmp_path, "long", rewards(folder, max_length=8), WITHOUT_VLLM, "grpo.num_steps=3", "validation.every=0")
+    run = Run(tmp_path, "long", rewards(folder, max_length=7), WITHOUT_VLLM, "grpo.num_steps=3", "validation.every=0")
     assert run.end() == 0, run.text()
     counts = [step["reward_model/too_long"] for step in run.steps()]
     assert counts == [step["reward/failed"] for step in run.steps()] and sum(counts) > 0
