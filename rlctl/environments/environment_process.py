@@ -31,6 +31,7 @@ from rlctl.environments.messages import (
     read_reply,
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.sandbox.process_tree import is_confined
 from rlctl.utils.user_code import shorten_text
 from rlctl.workers.guarded_process import ENDING_TIMEOUT_S, GuardedProcess
 
@@ -259,12 +260,16 @@ async def _next_message(reader: asyncio.StreamReader) -> dict[str, Any]:
 def _resident_bytes(pid: int, deep: bool) -> int:
     """Return the resident memory of a process in bytes, with all its descendants if `deep`; 0 if it has ended.
 
-    Memory that processes share counts once for each process.
+    Memory that processes share counts once for each process. Programs in a sandbox have another limit, and do not
+    count: else a few programs at their limit would end an environment's process.
     """
     total = 0
     pids = [pid]
     while pids:
-        folder = f"/proc/{pids.pop()}"
+        descendant = pids.pop()
+        if descendant != pid and is_confined(descendant):
+            continue
+        folder = f"/proc/{descendant}"
         try:
             with open(f"{folder}/statm", "rb") as statm:
                 total += int(statm.read().split()[1]) * _PAGE

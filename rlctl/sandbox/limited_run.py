@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlctl.sandbox.base import Ending, Limits, SandboxError
-from rlctl.sandbox.process_tree import TreeUsage, is_running, read_tree
+from rlctl.sandbox.process_tree import CONFINED, TreeUsage, is_running, read_tree
 
 # Seconds between two measurements of memory, CPU time and processes.
 TICK_S = 0.05
@@ -280,7 +280,7 @@ def _start_command(command: ConfinedCommand) -> tuple["subprocess.Popen[bytes]",
             stdout=program_stdout,
             stderr=program_stderr,
             pass_fds=[*command.descriptors, program_stdin] if has_request_pipe else command.descriptors,
-            env=command.variables,
+            env={**command.variables, CONFINED: "1"},
             start_new_session=True,
         )
     except OSError as error:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
+# Variable of the process that starts a program. Programs themselves do not have it.
+CONFINED = "RLCTL_CONFINED"
 # More processes than this are not counted further: every limit is lower.
 _MOST_PROCESSES = 5000
 
@@ -69,6 +71,15 @@ def children_of(pid: int) -> list[int]:
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 children += map(int, file.read().split())
     return children
+
+
+def is_confined(pid: int) -> bool:
+    """Return True if a process starts a program in a sandbox, which bounds the memory of all its descendants."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return any(word.startswith(f"{CONFINED}=".encode()) for word in file.read().split(b"\0"))
+    except OSError:
+        return False
 
 
 def is_running(pid: int) -> bool:

@@ -9,11 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
+from rlctl.config.sandbox_schema import SandboxName
 from rlctl.environments.environment_pool import EnvironmentPool
 from rlctl.environments.environment_process import FAILURES_IN_A_ROW
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.tool_formats import ToolCall
 from tests.unit.environments.pools import SELECTED, begin_episodes, call_select, failure_of, open_pool, run_code
+from tests.unit.sandbox.kinds import LOCAL_KINDS, local_sandbox
 
 pytestmark = pytest.mark.usefixtures("own_file")
 # Every reset needs a descriptor. One tool leaks all descriptors, the other takes them away.
@@ -174,6 +176,24 @@ def test_memory_of_children_counts() -> None:
         hungry_code = "import time; x = b'x' * (400 << 20); time.sleep(1000)"
         failure = failure_of(run_code(pool, "a", f"subprocess.run([sys.executable, '-c', {hungry_code!r}])").result())
         assert failure.kind == "memory"
+
+
+SANDBOXED = """(
+    base := __import__("importlib").import_module("rlctl.sandbox.base"),
+    __import__("importlib").import_module("rlctl.sandbox.open_sandbox").open_sandbox("{kind}").run(
+        base.Program(source="import time; x = b'x' * (400 << 20); time.sleep(2.5); print('done')"),
+        base.Limits(memory_mib=600),
+    ).stdout,
+)[1]"""
+
+
+@pytest.mark.parametrize("kind", LOCAL_KINDS)
+def test_memory_of_programs_in_a_sandbox_does_not_count(kind: SandboxName) -> None:
+    local_sandbox(kind)
+    with open_pool(memory_mib=256) as pool:
+        begin_episodes(pool, "a")
+        # Memory of children is measured each second.
+        assert "done" in str(run_code(pool, "a", SANDBOXED.format(kind=kind)).result())
 
 
 @pytest.mark.parametrize(("end", "kind"), [("exit", "raised"), ("os._exit", "died")])
