@@ -116,6 +116,8 @@ class Placement:
     def node_by_process(self) -> dict[str, str]:
         """Process name, for example trainer-0 or engine-1 -> name of its node."""
         nodes = {f"trainer-{rank}": self.nodes[slot.node] for rank, slot in enumerate(self.trainers)}
+        # A rank of a critic is beside the trainer's of the same number.
+        nodes |= {f"critic-{rank}": self.nodes[slot.node] for rank, slot in enumerate(self.trainers)}
         return nodes | {f"engine-{index}": self.nodes[slot.node] for index, slot in enumerate(self.engines)}
 
     def processes_on(self, node: int) -> tuple[int, int]:

@@ -80,10 +80,14 @@ def test_a_killed_run_goes_on_bit_for_bit(settings: tuple[str, ...], tmp_path: P
 
 
 @pytest.mark.long  # a run each
-@pytest.mark.parametrize("policy", ["trainer.backend=fsdp", "lora={rank: 4}", "trainer.backend=megatron"])
-def test_another_architecture_is_the_critic_of_any_policy(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "policy",
+    [("trainer.backend=fsdp",), ("lora={rank: 4}", "generation.engine=vllm"), ("trainer.backend=megatron",)],
+    ids=["whole", "adapters", "megatron"],
+)
+def test_another_architecture_is_the_critic_of_any_policy(policy: tuple[str, ...], tmp_path: Path) -> None:
     folder = make_teacher(tmp_path / "llama", "llama", hidden_size=64)
-    settings = (policy, f"critic.path={folder}")
+    settings = (*policy, f"critic.path={folder}")
     run = Run(tmp_path, "other", WITHOUT_VLLM, *PPO, *settings, "grpo.num_steps=3", "checkpoint.every=1")
     assert run.end() == 0, run.text()
     check_critics(run, 3)
