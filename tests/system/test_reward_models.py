@@ -83,11 +83,10 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         assert [step.get(name) for name in names] == [expected.get(name) for name in names]
 
 
-@pytest.mark.long  # a run
-def test_texts_that_are_too_long_are_counted_and_stop_the_run_when_most_are(tmp_path: Path) -> None:
+@pytest.mark.long  # a start
+def test_a_first_row_that_is_too_long_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
     folder = add_value_head(POLICY, tmp_path / "judge")
-    run = Run(tmp_path, "long", rewards(folder, max_length=7), WITHOUT_VLLM, "grpo.num_steps=3", "validation.every=0")
-    assert run.end() == 0, run.text()
-    counts = [step["reward_model/too_long"] for step in run.steps()]
-    assert counts == [step["reward/failed"] for step in run.steps()] and sum(counts) > 0
-    assert None not in [value for *_, value in recorded_values(run) if value is not None]
+    run = Run(tmp_path, "long", rewards(folder, max_length=7), WITHOUT_VLLM, "grpo.num_steps=3")
+    assert run.end() == 2, run.text()
+    assert "model: has too many tokens for the model: 8, at least 2 and at most 7" in run.text()
+    assert run.steps() == []
