@@ -107,16 +107,22 @@ def _role(event: Record) -> str:
     return f"{event['role']}'s " if "role" in event else ""
 
 
+def _probe(event: Record) -> str:
+    """Return the line of a probe that passed, with the error of scored tokens or the reason why there are none."""
+    error = event.get("token_mult_prob_error", 0.0)
+    text = f"probe: trainer and generator agree, token_mult_prob_error {error:.6f} over {event.get('tokens')} tokens"
+    if "scored" in event:
+        return f"{text}, {event['scored']:.6f} as scored"
+    return f"{text}; not scored: {event['unscored']}" if event.get("unscored") else text
+
+
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _run_start,
     "started": _start_up,
     "chosen": lambda event: f"chosen: {_chosen(event)}",
     "processes": _processes,
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
-    "probe": lambda event: (
-        "probe: trainer and generator agree, token_mult_prob_error "
-        f"{event.get('token_mult_prob_error', 0.0):.6f} over {event.get('tokens')} tokens"
-    ),
+    "probe": _probe,
     "refit_opened": _refit,
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     **dict.fromkeys(("dispatch", "data", "warning", "error"), lambda event: f"{event['kind']}: {event.get('what')}"),

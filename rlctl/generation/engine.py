@@ -112,10 +112,17 @@ class Engine(ReceivesWeights, Protocol):
     def score(self, requests: list[ScoreRequest]) -> None:
         """Begin to score given tokens, and return at once; `collect` returns the answers.
 
-        Called only if `EngineSpec.scores` or `EngineSpec.values`. Scores depend only on the request and the weights.
-        Raises as `submit` does, and ValueError for a malformed request.
+        Called only if `EngineSpec.scores` or `EngineSpec.values`, or after `open_scores`. Scores depend only on the
+        request and the weights. Raises as `submit` does, and ValueError for a malformed request.
         """
         raise NotImplementedError(f"{type(self).__name__} scores no tokens")
+
+    def open_scores(self) -> str:
+        """Return why an engine that was built without `EngineSpec.scores` scores no tokens; empty if it scores a few.
+
+        The probe compares the scores of its sampled tokens.
+        """
+        return f"{type(self).__name__} scores no tokens"
 
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call; wait at most `patience_s` seconds for the first one.

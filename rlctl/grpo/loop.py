@@ -185,7 +185,7 @@ class GrpoLoop(Loop):
         for name, role in self._columns.items():
             if batch.sequences:
                 models = models_of_sequences(self._config, batch, groups, role)
-                values = score_by_models(batch.sequences, models, partial(self._log_probs, step, phase_of(role)))
+                values = score_by_models(batch.sequences, models, partial(self._score_samples, step, phase_of(role)))
                 with step.phase("advantage"):
                     batch = add_column(batch, name, values, self._config.grpo, self._advantage)
             if batch.sequences and name == PROXIMAL_LOG_PROB.name:
@@ -194,7 +194,9 @@ class GrpoLoop(Loop):
                 step.measured |= {STEP_MISMATCH.name: gap.token_mult_prob_error, MISMATCH_KL.name: gap.kl}
         return batch
 
-    def _log_probs(self, step: GrpoStep, phase: str, samples: Sequence[TrainingSample], model: Role) -> list[LogProbs]:
+    def _score_samples(
+        self, step: GrpoStep, phase: str, samples: Sequence[TrainingSample], model: Role
+    ) -> list[LogProbs]:
         """Return the log-probs of each sample under a model, by the trainer's ranks or by the model's engines.
 
         The critic gives its values. phase: name of the passes. While engines score, the trainer is idle.

@@ -18,10 +18,12 @@ from rlctl.data.tasks import Task
 from rlctl.grpo.batch import training_sample
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Floats, Mismatch, mismatch
+from rlctl.grpo.scored_probe import ThreeRows, compare_rows, find_refusal, score_decoded
 from rlctl.preflight.engine_rules import UNMEASURED, engine_rules
 from rlctl.preflight.machine import Device
 from rlctl.preflight.settled import SettledGrpo
 from rlctl.rollout.types import Sampling
+from rlctl.rollout.wait_deadline import Emit
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.workers.errors import WorkerError
 
@@ -150,19 +152,40 @@ def bound_of_steps(configured: float, probed: float, dtype: str) -> float:
     return max(configured, 1 + _AS_MUCH * (probed - 1))
 
 
+@dataclass(frozen=True)
+class Probed:
+    """Result of a probe that passed."""
+
+    # Gap between decoded and trained log-probs.
+    gap: Mismatch
+    # Gaps to the log-probs that the engines score; None if they score none.
+    rows: ThreeRows | None
+    # Reason why they score none; empty if they do.
+    refusal: str
+
+    @property
+    def event(self) -> dict[str, object]:
+        """Fields of the event "probe"."""
+        scored: dict[str, object] = {"unscored": self.refusal}
+        if self.rows:
+            scored = {"scored": self.rows.scored_trained.token_mult_prob_error}
+        return {**vars(self.gap), **scored}
+
+
 def probe(
     config: GrpoConfig,
     parts: GrpoComponents,
     tasks: list[Task],
     version: int,
     dtype: str,
-    warn: Callable[[str], object] = lambda text: None,
+    emit: Emit = lambda *_, **__: None,
     bound: float | None = None,
-) -> Mismatch:
-    """Send all weights to the engines with checksums, sample a few tokens, and compare log-probs. Return the gap.
+) -> Probed:
+    """Send all weights to the engines with checksums, sample a few tokens, and compare log-probs.
 
-    warn: called with a text if rounding explains a gap above the bound. bound: see `judge`. Raises RefitError that
-    names the first tensor that arrived changed, and ProbeError if all tensors arrived intact but log-probs differ.
+    Engines that can score also score the tokens. emit: gets a warning if rounding explains a gap above the bound, and
+    if scored log-probs differ from decoded ones that are right. bound: see `judge`. Raises RefitError that names the
+    first tensor that arrived changed, and ProbeError if all tensors arrived intact but log-probs differ.
     """
     parts.pool.sync(version, "all")
     samples = sample_parity(config, parts, tasks, version)
@@ -172,6 +195,10 @@ def probe(
     mask = [sample.mask for sample in samples]
     trainer = parts.trainer.log_probs(samples)
     gap = mismatch(engine, trainer, mask)
+    rows = None
+    refusal = find_refusal(parts)
+    if not refusal:
+        rows = compare_rows(samples, engine, score_decoded(config, parts, samples, emit), trainer)
 
     def rounding() -> Rounding | OwnRounding | None:
         if dtype != "float32":
@@ -184,6 +211,8 @@ def probe(
     summary = f"token_mult_prob_error {error:.6f} over {gap.tokens} tokens, at most {bound or BOUNDS[dtype]} in {dtype}"
     if not verdict.agree:
         reason = f"; {verdict.explanation}" if verdict.explanation else ""
+        if rows:
+            reason += f"; {rows.explain(bound or BOUNDS[dtype])}"
         entries = parts.pool.plan.entries
         raise ProbeError(
             f"trainer and generator disagree on log-probs: {summary}{reason}. All {len(entries)} tensors arrived "
@@ -193,11 +222,16 @@ def probe(
     if verdict.explanation:
         step_bound = bound_of_steps(config.health.max_token_mult_prob_error, error, dtype)
         remedy = "; trainer.dtype=float32 does not" if dtype != "float32" else ""
-        warn(
+        warning = (
             f"{summary}: both sides round this model more than most ({verdict.explanation}){remedy}. "
             f"Steps are held to {step_bound:.4g}"
         )
-    return gap
+        emit("warning", what=warning)
+    # A pass over prompt and answer rounds about as much as decoding does.
+    scored_bound = 1 + _AS_MUCH * (max(error, BOUNDS[dtype]) - 1)
+    if rows and not rows.scored_trained.token_mult_prob_error <= scored_bound:
+        emit("warning", what=f"probe: {rows.explain(scored_bound)}. A step trains on decoded tokens, which are right")
+    return Probed(gap, rows, refusal)
 
 
 def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> list[TrainingSample]:

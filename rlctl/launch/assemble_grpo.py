@@ -131,17 +131,17 @@ class GrpoParts:
             self._try_reward_models(components, data)
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
-                    gap = probe(
+                    probed = probe(
                         config,
                         components,
                         tasks=data.validation or data.train,
                         version=session.start,
                         dtype=pool.dtype,
-                        warn=lambda text: session.events.emit("warning", what=text),
+                        emit=session.events.emit,
                         bound=bound_of(settled, placement.device, pool.dtype),
                     )
-                bound = bound_of_steps(bound, gap.token_mult_prob_error, pool.dtype)
-                session.events.emit("probe", **vars(gap), bound=bound)
+                bound = bound_of_steps(bound, probed.gap.token_mult_prob_error, pool.dtype)
+                session.events.emit("probe", **probed.event, bound=bound)
             else:
                 pool.sync(session.start)
             if self.probe_only:

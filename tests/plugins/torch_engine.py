@@ -94,6 +94,9 @@ class TorchEngine(Engine):
             self._to_score |= {request.id: request for request in requests}
             self._changed.notify_all()
 
+    def open_scores(self) -> str:
+        return ""
+
     def collect(self, patience_s: float) -> FinishedTurns:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._scored, patience_s)

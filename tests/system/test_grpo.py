@@ -147,6 +147,8 @@ def test_an_advantage_reads_the_references_log_probs_in_an_asynchronous_run(tmp_
     run = Run(tmp_path, "pulled", "grpo.num_steps=3", "async.enabled=true", "validation.every=0", advantage)
     assert run.end() == 0, run.text()
     steps = run.steps()
+    (probed,) = run.events("probe")
+    assert 1 <= probed["scored"] < 1.0001 and "unscored" not in probed
     assert len(steps) == 3 and all(step["time/log_probs"] > 0 and "train/parts" not in step for step in steps)
     records = read(run.path / "rollouts.jsonl")
     groups = [record for record in records if record["kind"] == "group" and record["step"] == 3]

@@ -100,12 +100,19 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         stack.callback(dispatcher.close)
         pool.connect(Refit(trainer, refit_options("shm", tmp_path / "a")))
         components = make_components(run.trainer, trainer, pool, dispatcher)
-        gap = probe(config, components, TASKS, 0, "float32", bound=1.00001)
-        assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
+        probed = probe(config, components, TASKS, 0, "float32", bound=1.00001)
+        assert probed.gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
+        assert probed.rows is not None
+        for row in vars(probed.rows).values():
+            assert row.tokens == probed.gap.tokens and row.token_mult_prob_error < 1.00001, row
         assert pool.version == 0
         pool.connect(Refit(source, refit_options("shm", tmp_path / "b")))
         components = make_components(run.trainer, trainer, pool, dispatcher)
-        refusal = r"error .* at most 1\.00001 in float32.* Look first, on both sides, at 4 experts$"
+        refusal = (
+            r"error .* at most 1\.00001 in float32; decoded and trained differ .*, scored and trained differ .*, "
+            r"decoded and scored agree \(1\.0000\d\d\): the engine agrees with itself, .* "
+            r"Look first, on both sides, at 4 experts$"
+        )
         with pytest.raises(ProbeError, match=refusal):
             probe(config, components, TASKS, 1, "float32", bound=1.00001)
         # In an asynchronous run, an engine that got other weights causes a warning.

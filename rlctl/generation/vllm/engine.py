@@ -94,6 +94,13 @@ class VllmEngine(Engine):
     def score(self, requests: list[ScoreRequest]) -> None:
         self._begin_requests(requests)
 
+    def open_scores(self) -> str:
+        try:
+            self._call_on_thread(self._scores.open)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def collect(self, patience_s: float) -> FinishedTurns:
         turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting) + len(self._entering))
         ids = [turn.request.id for turn in turns]
@@ -300,7 +307,8 @@ class VllmEngine(Engine):
             request.cache_salt = f"v{self._version}"
         add_request(self._llm, request)
         own_request = self._requests.request(name)
-        if isinstance(own_request, ScoreRequest) and self._spec.scores:
+        if isinstance(own_request, ScoreRequest) and not self._spec.values:
+            self._scores.open()
             self._scores.add(name, request.request_id, own_request)
 
     def _receive_shadow(self, header: Header) -> list[ReceiveReport]:

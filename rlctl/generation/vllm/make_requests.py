@@ -18,8 +18,6 @@ def make_request(llm: Any, spec: EngineSpec, request: TurnRequest | ScoreRequest
         return vllm_request(llm, spec, request)
     if spec.values:
         return vllm_value_request(llm, spec, request)
-    if not spec.scores:
-        raise RuntimeError("this engine was built without EngineSpec.scores and EngineSpec.values")
     return vllm_score_request(llm, spec, request)
 
 

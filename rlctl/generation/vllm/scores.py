@@ -51,13 +51,16 @@ class EngineScores:
         self._call_workers = call_workers
         # Name -> vLLM's own name, which the workers use.
         self._worker_names: dict[str, str] = {}
+        self._is_open = False
 
     def __contains__(self, name: str) -> bool:
         return name in self._worker_names
 
     def open(self) -> None:
         """Have the workers score from now on. Raises RuntimeError if this vLLM's model runner cannot."""
-        self._call_workers("rl_open_scores")
+        if not self._is_open:
+            self._call_workers("rl_open_scores")
+            self._is_open = True
 
     def add(self, name: str, worker_name: str, request: ScoreRequest) -> None:
         """Have the workers score a request that was passed to vLLM and has not begun."""
