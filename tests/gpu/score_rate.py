@@ -93,20 +93,25 @@ def _score_all(engine: Engine, draws: np.random.Generator, number: int, argument
     return time.perf_counter() - begin
 
 
+def forward_flops(shape: dict[str, int], tokens: int) -> float:
+    """Return the FLOPs of a forward pass for one token of a sequence of `tokens` tokens, with the head's."""
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    kv_heads = shape["num_key_value_heads"] * shape["head_dim"]
+    layer = shape["hidden_size"] * (2 * heads + 2 * kv_heads + 3 * shape["intermediate_size"])
+    matrices = shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
+    # A token attends to half of the sequence on average: two products of 2 FLOPs each.
+    attention = shape["num_hidden_layers"] * 2 * heads * tokens
+    return float(2 * matrices + attention)
+
+
 def _figures(
     shape: dict[str, int], arguments: argparse.Namespace, seconds: float, engine: Engine
 ) -> dict[str, float | str | None]:
     """Return the figures of one pass."""
     from rlctl.telemetry.throughput import peak_flops
 
-    heads = shape["num_attention_heads"] * shape["head_dim"]
-    kv_heads = shape["num_key_value_heads"] * shape["head_dim"]
-    layer = shape["hidden_size"] * (2 * heads + 2 * kv_heads + 3 * shape["intermediate_size"])
-    matrices = shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
-    # A token attends to half of the sequence on average: two products of 2 FLOPs each.
-    attention = shape["num_hidden_layers"] * 2 * heads * arguments.tokens
     tokens = arguments.sequences * arguments.tokens
-    flops = tokens * (2 * matrices + attention)
+    flops = tokens * forward_flops(shape, arguments.tokens)
     device = arguments.device
     if device == "cuda":
         import torch
