@@ -67,6 +67,7 @@ def make_components(
         "devices",
         "monitor",
         "frozen",
+        "critic",
         "judges",
         "model_rewards",
         "decode",
