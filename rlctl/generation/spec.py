@@ -98,10 +98,10 @@ class EngineKind:
     # Returns the environment variables of the engine's process, set before anything imports torch. Arguments: the
     # device ("cpu" or "cuda"), the engine's GPUs, and the node's other GPUs whose memory the engine reads in a refit.
     environment: Callable[[str, Sequence[str], Sequence[str]], dict[str, str]]
-    # Modules that the engine's process imports. On a CPU the process is forked from one with these imports done.
-    imports: tuple[str, ...] = ()
     # Dataclass of the keys that the kind adds to `generation.engine`. A user's engine sets their defaults there.
     options: type[Any] = NoOptions
+    # Modules that the engine's process imports. On a CPU the process is forked from one with these imports done.
+    imports: tuple[str, ...] = ()
 
 
 def engine_kind(name: str) -> EngineKind:

@@ -127,9 +127,13 @@ class SamplingParts:
 
     def load_encoders(self, role_files: Mapping[Role, RoleFiles]) -> None:
         """Load the tokenizers of the reward models. Raises DataError."""
+        sections = model_rewards(self.config.rewards)
+        if not sections:
+            return
+        # This imports Ray, and two threads that import Ray at one time fail: the other one starts Ray meanwhile.
         from rlctl.launch.reward_models import load_encoder
 
-        for index, section in model_rewards(self.config.rewards).items():
+        for index, section in sections.items():
             role = written_roles(self.config)[reward_role(index)]
             with self.session.starting(f"{role.name}: tokenizer"):
                 encoder = load_encoder(section, role, role_files[role.name], self.settled.max_length)

@@ -55,4 +55,4 @@ _IMPORTS = (
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
 )
-KIND = EngineKind(make_vllm_engine, environment, _IMPORTS, VllmOptions)
+KIND = EngineKind(make_vllm_engine, environment, VllmOptions, _IMPORTS)
