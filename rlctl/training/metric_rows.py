@@ -1,5 +1,6 @@
 """Metrics of an update, as trainer ranks and their group measure them."""
 
+from rlctl.preflight.roles import reads_divergence
 from rlctl.telemetry.metrics import LEARNING, STEP_TIME, WEIGHT_UPDATES, Condition, Metric, PanelRow, ReportChart
 
 _OFFLOADED = ReportChart(WEIGHT_UPDATES, "Offloaded, GB", 50)
@@ -8,7 +9,7 @@ _WITH_TEACHER = Condition(
     lambda settled: settled.config.distillation is not None, "with grpo.loss.distillation or sft.loss.distillation"
 )
 _WITH_DIVERGENCE = Condition(
-    lambda settled: settled.trainer.teacher is not None and not settled.trainer.teacher.is_on_engines,
+    lambda settled: reads_divergence(settled.config),
     "with a distillation over the vocabulary or the top k, from a teacher in the ranks",
 )
 # A table: each row fills its lines.

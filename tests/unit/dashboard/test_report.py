@@ -213,7 +213,9 @@ def test_runs_of_two_kinds_have_a_table_of_what_both_have_and_fold_the_rest(
     differs = html.split('<section id="what-differs">')[1].split("</section>")[0]
     shared, of_played, of_start = differs.split("<details>")
     assert "checkpoint.metric" in shared and "grpo.num_steps" not in shared and "<td><code>–" not in differs
-    assert re.match(r"<summary>\d+ keys of played alone: rewards, environment, rollout, agent, grpo,", of_played)
+    assert re.match(
+        r"<summary>\d+ keys of played alone: rewards, environment, rollout, agent, sandbox, grpo,", of_played
+    )
     assert "grpo.num_steps" in of_played and "sft.num_steps" not in of_played
     assert re.match(r"<summary>\d+ keys of start alone: sft,", of_start) and "sft.num_steps" in of_start
 

@@ -168,7 +168,7 @@ data: {system_prompt: "Be brief \ud83d"}
 def test_a_recipe_that_inherits_nothing_is_told_so_once_a_section(home: Path) -> None:
     (home / "x.yaml").write_text("kind: sft\n")
     lines = problems("sft", "x.yaml")
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert lines[0] == (
         "x.yaml: run: missing section: inherit the defaults, `defaults: grpo.yaml` or `defaults: sft.yaml`"
     )

@@ -89,7 +89,8 @@ CHOSEN = {"chosen_values", "trainer", "generation", "choices"}
         ("placement", {"is_colocated", "shares_devices", "phases", "placed_roles", *CHOSEN}),
         ("trainer", {"dtype", "generation_dtype", "export_dtype", "placed_roles", *CHOSEN}),
         ("validation", {"validates"}),
-        ("rewards", {"learns_from_rewards"}),
+        # A reward may be a model, which is a role.
+        ("rewards", {"learns_from_rewards", "frozen_roles", "placed_roles", "phases", "choices"}),
     ],
 )
 def test_a_broken_section_is_the_problem_of_the_fields_that_need_it_and_of_no_other(
@@ -109,7 +110,7 @@ def test_without_a_device_the_values_of_the_config_alone_are_known() -> None:
     sft = load("sft", None, []).settled
     dtypes = {"dtype", "generation_dtype", "export_dtype"}
     assert fields_without_value(grpo) == {"device", "checksum", "placed_roles", *dtypes, *CHOSEN}
-    assert fields_without_value(sft) == {"device", "dtype", "chosen_values", "trainer", "choices"}
+    assert fields_without_value(sft) == {"device", "dtype", "chosen_values", "trainer", "choices", "placed_roles"}
     stated = load("grpo", None, ["trainer.dtype=float32"]).settled
     assert (stated.generation_dtype, stated.export_dtype) == ("float32", "float32")
 

@@ -32,8 +32,11 @@ PACKAGE = Path(__file__).parents[3] / "rlctl"
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 # First parts of the names of metrics.
 BEGINNINGS = {row.name.partition("/")[0] for row in installed_rows().rows if "/" in row.name}
-# Texts of the same form that are no metrics: groups of rollouts as trackers have them, and units.
-TEXTS_OF_THE_SAME_FORM = {"rollouts/x", "rollouts/x_x.txt", "tokens/s/device", "tok/s/device"}
+# Texts of the same form that are no metrics: groups of rollouts as trackers have them, units, and paths.
+TEXTS_OF_THE_SAME_FORM = {
+    "rollouts/x", "rollouts/x_x.txt", "tokens/s/device", "tok/s/device", "programs/s",
+    "environment/Dockerfile", "logs/verifier/.made", "raylet/raylet",
+}  # fmt: skip
 NAME_FORM = re.compile(r"-?[a-z]+/[\w./]*")
 
 
