@@ -252,7 +252,9 @@ def head_kind(folder: Path) -> HeadKind:
     Raises ModelError for a classifier with several labels.
     """
     raw = read_object(folder / "config.json")
-    names = raw.get("architectures") or ()
+    names = raw.get("architectures")
+    # Anything but a list is the problem of the check of the folder.
+    names = names if isinstance(names, list) else []
     name = next((str(name) for name in names if str(name).endswith(_LABEL_CLASSES)), None)
     if name is None:
         return "causal"

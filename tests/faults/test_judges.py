@@ -45,6 +45,7 @@ def files_with(text: str, folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
 
 
+@pytest.mark.long  # four attempts; unit/rewards/test_judge.py has each failure by itself
 def test_a_fifth_of_failing_calls_costs_no_step_and_a_kill_and_a_spent_budget_change_nothing(folder: Path) -> None:
     with JudgeServer(behave) as server:
         unhurt = Run(folder, "whole", *settings_of(server))

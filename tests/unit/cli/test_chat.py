@@ -101,7 +101,8 @@ def test_tools_and_row_reach_the_session(rlctl: Rlctl, home: Path, monkeypatch: 
     [
         (
             ["--tools", "gues"],
-            "--tools: must be calculator, guess, maze, sqlite or module:Class, not gues; did you mean guess?",
+            "--tools: must be calculator, guess, maze, sqlite, harbor, openenv, python, shell, python_shell or "
+            "module:Class, not gues; did you mean guess?",
         ),
         (["--tools", "guess", "--row", "[3]"], "--row: must be a JSON object of columns, not [3]"),
         (["--row", "{}"], "--row: needs --tools, whose environment it begins"),

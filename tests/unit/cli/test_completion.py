@@ -101,5 +101,6 @@ def test_runs_and_recipes_are_completed_where_one_is_asked_for(home: Path) -> No
     (home / "other").mkdir()
     (home / "runs/sums").rename(home / "other/sums")
     assert complete_in_fish(home, "rlctl runs show --dir other ") == ["sums"]
-    assert complete_in_fish(home, "rlctl recipes show sft") == ["sft-games-tiny", "sft-lora-tiny", "sft-tiny"]
+    supervised = [f"sft-{name}tiny" for name in ("code-", "games-", "lora-", "taught-", "")]
+    assert complete_in_fish(home, "rlctl recipes show sft") == supervised
     assert "grpo-tiny" not in complete_in_fish(home, "rlctl train sft ")

@@ -21,11 +21,12 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
         "correct_at": None,
         "pattern": "(a): b",
         "timeout_s": 5.0,
+        "concurrency": 64,
     }
     assert config["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
-    sections += ["placement", "health", "environment", "rollout", "agent", "lora"]
-    sections += ["reference", "teacher", "teachers", "teacher_key"]
+    sections += ["placement", "health", "environment", "sandbox", "rollout", "agent", "lora"]
+    sections += ["reference", "teacher", "teachers", "teacher_key", "roles", "critic"]
     assert set(config) == {"kind", "rewards", "telemetry", *sections}
 
 

@@ -35,15 +35,16 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "launch", lambda *_, **options: 0)
 
 
-# Rows of a dry run, of a recipe whose own 18,000 chats take half a minute to tokenize.
+# Files of recipes whose thousands of chats take half a minute to tokenize. A dry run here has the first ones.
+CHATS = {"sft-games-tiny": "games-sft.jsonl.gz", "sft-code-tiny": "code-sft.jsonl.gz"}
 FEW_CHATS = 100
 
 
 def overrides_of(recipe: str, home: Path) -> list[str]:
     """Return the overrides with which a recipe is planned: a copy of its first rows, where it has very many."""
     overrides = ["run.dir=runs"]
-    if recipe == "sft-games-tiny":
-        with gzip.open(find_recipe(recipe).parent / "tiny-data/games-sft.jsonl.gz", "rt") as file:
+    if recipe in CHATS:
+        with gzip.open(find_recipe(recipe).parent / "tiny-data" / CHATS[recipe], "rt") as file:
             (home / "chats.jsonl").write_text("".join(islice(file, FEW_CHATS)))
         overrides.append("data.train.path=chats.jsonl")
     return overrides

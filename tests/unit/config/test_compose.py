@@ -127,7 +127,8 @@ def test_overrides_are_yaml(home: Path) -> None:
 def test_an_override_reaches_into_a_list(home: Path) -> None:
     overrides = ["rewards=[exact, {name: regex}]", "rewards.1.pattern=[0-9]", "rewards.0={name: math_verify}"]
     rewards = plain(compose(home / "grpo.recipe.yaml", overrides))["rewards"]
-    assert rewards[0] == {"name": "math_verify", "weight": 1.0, "correct_at": None, "pattern": None, "timeout_s": 5.0}
+    unset = {"correct_at": None, "pattern": None}
+    assert rewards[0] == {"name": "math_verify", "weight": 1.0, "timeout_s": 5.0, "concurrency": 64, **unset}
     assert rewards[1]["name"] == "regex"
 
 

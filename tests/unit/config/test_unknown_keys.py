@@ -207,7 +207,7 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("genration.max_new_token=3", "did you mean generation.max_new_tokens?"),
         ("grpo.kl_coef=0.1", "did you mean grpo.loss.kl_coef?"),
         ("vllm.gpu_memory_utilization=0.5", "it belongs at generation.gpu_memory_utilization"),
-        ("rewards.0.function=x", "rewards.0 has name, weight, correct_at, pattern, timeout_s"),
+        ("rewards.0.function=x", "rewards.0 has name, weight, correct_at, pattern, timeout_s, concurrency"),
     ],
 )  # fmt: skip
 def test_words_of_others_and_misplaced_ones_are_answered(home: Path, override: str, expected: str) -> None:

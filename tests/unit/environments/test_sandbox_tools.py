@@ -38,7 +38,8 @@ def test_variables_and_files_stay_within_an_episode(tools: PythonShellTools) -> 
     assert tools.python("print(x); x * 2") == "3\n6\n"
     assert "ZeroDivisionError" in tools.python("1 / 0")
     assert "SyntaxError" in tools.python("def")
-    assert tools.python("import os; os.fork(); print('both', end='')").startswith("both")
+    # A child that went on would print into a later answer.
+    assert tools.python("import os\nif os.fork() == 0: os._exit(0)\nprint('parent', end='')") == "parent"
     assert tools.python("print(open('a/b.txt').read()); open('c', 'w').write('new')") == "text\n3\n"
     assert tools.shell("cat a/b.txt c; echo late >> c; exit 2") == "textnew\nexit code 2"
     assert tools.python("open('c').read()") == "'newlate\\n'\n"
@@ -60,10 +61,11 @@ def test_a_limit_ends_the_interpreter_and_the_model_reads_which(tools: PythonShe
 
 
 def test_nothing_runs_between_calls_or_after_the_episode(tools: PythonShellTools) -> None:
+    before = psutil.Process(os.getpid()).children(recursive=True)
     tools.python("import threading, time\ncount = 0\ndef work():\n  global count\n  while True: count += 1")
     tools.python("threading.Thread(target=work, daemon=True).start()")
     first = int(tools.python("count"))
-    children = psutil.Process(os.getpid()).children(recursive=True)
+    children = [child for child in psutil.Process(os.getpid()).children(recursive=True) if child not in before]
     deadline = time.monotonic() + 5
     while any(child.status() == psutil.STATUS_RUNNING for child in children) and time.monotonic() < deadline:
         time.sleep(0.01)

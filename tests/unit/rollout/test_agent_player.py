@@ -356,7 +356,7 @@ def test_a_stop_of_one_token_ends_the_turn_in_the_engine(play: Play, tokenizer: 
 def test_no_more_commands_run_at_one_time_than_allowed(play: Play, tmp_path: Path) -> None:
     rollouts, _ = play(COUNT, count=4, command=True, max_agents=2, x=str(tmp_path))
     assert {episode_of(rollout).reward for rollout in rollouts} <= {1.0, 2.0} and len(rollouts) == 4
-    section = AgentSection(None, "python x.py", None, 3, "127.0.0.1")
+    section = AgentSection(None, {}, "python x.py", None, 3, "127.0.0.1")
     assert most_agents(section) == 3 and most_agents(replace(section, max_processes="auto")) == 8 * usable_cores()
     assert most_agents(replace(section, name="x.py:run", command=None)) is None
 
