@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,10 @@ from rlctl.rollout.frozen_scores import FrozenScores, GivenTokens
 from rlctl.rollout.model_rewards import ConversationEncoder, ModelRewards, RewardModel
 from rlctl.rollout.types import Decode
 from rlctl.training.micro_batching import TrainingSample
-from rlctl.training.trainer_group import TrainerGroup
+
+if TYPE_CHECKING:
+    # It imports Ray, see `frozen_scores.py`.
+    from rlctl.training.trainer_group import TrainerGroup
 
 
 def load_encoder(
@@ -66,7 +70,7 @@ def open_reward_models(
     rewards: Sequence[AnyRewardSection],
     encoders: Mapping[int, ConversationEncoder],
     frozen: Mapping[Role, FrozenScores],
-    trainer: TrainerGroup,
+    trainer: "TrainerGroup",
     scorer: Scorer,
     decode: Decode,
 ) -> ModelRewards:
@@ -85,5 +89,5 @@ def open_reward_models(
     return ModelRewards(models, scorer, decode, needs_ranks=needs_ranks)
 
 
-def _value_in_ranks(trainer: TrainerGroup, role: Role, sequences: Sequence[GivenTokens]) -> list[NDArray[np.float32]]:
+def _value_in_ranks(trainer: "TrainerGroup", role: Role, sequences: Sequence[GivenTokens]) -> list[NDArray[np.float32]]:
     return trainer.values([TrainingSample(sequence.tokens, sequence.sampled) for sequence in sequences], role)

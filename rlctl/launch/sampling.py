@@ -130,7 +130,6 @@ class SamplingParts:
         sections = model_rewards(self.config.rewards)
         if not sections:
             return
-        # This imports Ray, and two threads that import Ray at one time fail: the other one starts Ray meanwhile.
         from rlctl.launch.reward_models import load_encoder
 
         for index, section in sections.items():

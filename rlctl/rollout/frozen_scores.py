@@ -9,6 +9,7 @@ rollout is left out of the step, and counted.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,11 @@ from rlctl.generation.requests import (
     RolloutId,
     ScoreRequest,
 )
-from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.wait_deadline import TICK_S, Emit, WaitDeadline
+
+if TYPE_CHECKING:
+    # It imports Ray, which a thread that loads tokenizers must not do: the main thread starts Ray meanwhile.
+    from rlctl.rollout.dispatcher import RolloutDispatcher
 
 Scores = NDArray[np.float32]
 # Number of later steps after which the scores of a sequence that no step took are forgotten, beyond the largest age.
@@ -66,7 +70,7 @@ class FrozenScores:
 
     def __init__(
         self,
-        dispatcher: RolloutDispatcher,
+        dispatcher: "RolloutDispatcher",
         run: RunSection,
         emit: Emit,
         *,

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,8 @@ def test_an_evaluation_refuses_one_and_names_the_remedy(home: Path) -> None:
     ).config
     with pytest.raises(EvaluationError, match=re.escape("rewards.1: an evaluation loads no reward model; give other")):
         refuse_reward_models(config)  # type: ignore[arg-type]
+
+
+def test_tokenizers_are_loaded_without_ray_which_the_main_thread_starts_meanwhile() -> None:
+    code = "import sys, rlctl.launch.reward_models; print('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
