@@ -30,6 +30,8 @@ from itertools import *
 from math import *
 from typing import *
 """
+# Imported before the fork: a program's own user may be unable to read Python's folder, for example below /root.
+exec(PRELUDE, {})
 
 
 def run_candidate(setup: dict[str, Any], channel: socket.socket) -> None:
