@@ -69,6 +69,8 @@ def _ask_for_worker(path: str, arguments: "list[str]") -> "tuple[socket.socket, 
         "ignored": ignored,
     }
     message = json.dumps(start).encode()
+    # A signal that comes before the worker's process id is known waits until it can be passed on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     try:
         socket.send_fds(connection, [len(message).to_bytes(8, "little")], [0, 1, 2])
         connection.sendall(message)
@@ -80,8 +82,10 @@ def _ask_for_worker(path: str, arguments: "list[str]") -> "tuple[socket.socket, 
 
 def main(path: str, arguments: "list[str]") -> None:
     """Become a stub of a forked worker, or the worker itself. path: of the stage's socket. arguments: of Python."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     worker = _ask_for_worker(path, arguments)
     if worker is None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.execv(sys.executable, [sys.executable, *arguments])
     connection, pid = worker
 
@@ -92,6 +96,7 @@ def main(path: str, arguments: "list[str]") -> None:
     for number in _FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     status = connection.recv(64)
     os._exit(int(status) if status else 1)
 
