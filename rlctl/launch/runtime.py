@@ -154,6 +154,10 @@ class LocalRuntime:
         engine = session.settled.sampling.config.generation.engine.name if session.settled.sampling else None
         with preload_workers(placement, config.trainer.backend, engine, session.logs) as forks:
             yield HeldSlots(placement, memory, forks=forks)
+            lost_stages = ", ".join(forks.lost_stages()) if forks else ""
+            if lost_stages:
+                text = f"the server that forks workers lost {lost_stages}, and workers started slower"
+                session.events.emit("warning", what=f"{text}: {session.logs}/imports.log")
 
     @contextmanager
     def allocation(self, session: "Session", held_slots: HeldSlots) -> Iterator[Allocation]:

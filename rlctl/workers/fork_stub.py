@@ -21,7 +21,7 @@ _SETUP_OPTIONS = ("--language=", "--serialized-runtime-env-context=")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _lives(pid_file: str) -> bool:
+def lives(pid_file: str) -> bool:
     """Return True if the process that a file names runs. A zombie does not."""
     try:
         with open(pid_file) as file:
@@ -35,7 +35,7 @@ def _lives(pid_file: str) -> bool:
 def _connect(path: str) -> "socket.socket | None":
     """Connect to a stage of the server, and wait while it still imports. Return None if its process has ended."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    while _lives(f"{path}.pid"):
+    while lives(f"{path}.pid"):
         with contextlib.suppress(OSError):
             connection.connect(path)
             return connection

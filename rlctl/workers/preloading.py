@@ -38,6 +38,11 @@ class ForkServer:
     # Number of workers that each stage but the last forks, in the order in which Ray starts them.
     workers: Sequence[int] = ()
 
+    def lost_stages(self) -> list[str]:
+        """Return the names of the stages whose process has ended: their workers start as usual, and slower."""
+        pid_files = sorted(self.folder.glob("stage-*.pid"))
+        return [file.stem for file in pid_files if not fork_stub.lives(str(file))]
+
     def command(self, command: Sequence[str], places: Path) -> list[str]:
         """Return the command of a worker of Ray, changed so that the server forks it.
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rlctl.launch.worker_imports import SHARED_SERVER, engine_stage, trainer_stage
-from rlctl.workers.preloading import start_server
+from rlctl.workers.preloading import ForkServer, start_server
 
 # Name of the pipe in the server's folder that the suite's first process keeps open. The server ends with this process.
 PIPE = "suite"
@@ -49,12 +49,11 @@ def describe_lost_stages() -> list[str]:
     if SHARED_SERVER not in os.environ:
         return []
     folder = Path(os.environ[SHARED_SERVER])
-    lost = []
-    for pid_file in folder.glob("*.pid"):
-        if not Path(f"/proc/{pid_file.read_text()}").exists():
-            log = (folder / "imports.log").read_text().strip()
-            lost.append(f"the server of workers has lost its {pid_file.stem} before the suite ended: {log[-2000:]}")
-    return lost
+    lost = ForkServer(folder).lost_stages()
+    if not lost:
+        return []
+    log = (folder / "imports.log").read_text().strip()
+    return [f"the server of workers has lost {name} before the suite ended: {log[-2000:]}" for name in lost]
 
 
 def remove_folder() -> None:

@@ -73,7 +73,7 @@ def test_each_worker_has_the_imports_of_its_stage_and_its_own_environment(
     forks = ForkServer(folder, [1])
     first = Started(forks, folder)
     later = [Started(forks, folder), Started(forks, folder)]
-    assert first.modules == ["colorsys"]
+    assert first.modules == ["colorsys"] and forks.lost_stages() == []
     assert [worker.modules for worker in later] == [["colorsys", "cgitb"]] * 2
     for worker in (first, *later):
         assert worker.pid != worker.process.pid
@@ -136,6 +136,7 @@ def test_a_failed_stage_leaves_the_one_before_serving(folder: Path) -> None:
     usual = Started(forks, folder)
     assert forked.modules == ["colorsys"]
     assert usual.modules == [] and usual.pid == usual.process.pid
+    assert forks.lost_stages() == ["stage-1"]
     assert (forked.end(), usual.end()) == (3, 3)
     assert process.stdin
     process.stdin.close()
